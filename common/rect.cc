@@ -31,12 +31,13 @@ class Columns {
 };
 
 // How many rectangles cover each elementary column: add over a range, enumerate the uncovered.
-// A node's count holds for its whole range; `uncovered` says whether some column below has none in
-// total, as far as the counts at and below the node tell.
+// A node's count holds for its whole range. Its uncovered_ tells, from the counts at and below the
+// node, how much of its range is uncovered, so that a wide range is found without a look at each
+// of its columns.
 class CoverTree {
  public:
   explicit CoverTree(int64_t columns)
-      : columns_(columns), counts_(4 * columns, 0), uncovered_(4 * columns, true) {}
+      : columns_(columns), counts_(4 * columns, 0), uncovered_(4 * columns, kAll) {}
 
   void Add(int64_t begin, int64_t end, int64_t delta) { Add(1, 0, columns_, begin, end, delta); }
 
@@ -47,6 +48,8 @@ class CoverTree {
   }
 
  private:
+  enum Extent : uint8_t { kNone, kSome, kAll };
+
   void Add(int64_t node, int64_t lo, int64_t hi, int64_t begin, int64_t end, int64_t delta) {
     if (begin >= hi || end <= lo) return;
     if (begin <= lo && hi <= end) {
@@ -56,14 +59,21 @@ class CoverTree {
       Add(2 * node, lo, mid, begin, end, delta);
       Add(2 * node + 1, mid, hi, begin, end, delta);
     }
-    const bool below = hi - lo == 1 || uncovered_[2 * node] || uncovered_[2 * node + 1];
-    uncovered_[node] = counts_[node] == 0 && below;
+    if (counts_[node] > 0) {
+      uncovered_[node] = kNone;
+    } else if (hi - lo == 1 || uncovered_[2 * node] == uncovered_[2 * node + 1]) {
+      uncovered_[node] = hi - lo == 1 ? kAll : uncovered_[2 * node];
+    } else {
+      uncovered_[node] = kSome;
+    }
   }
 
   void Uncovered(int64_t node, int64_t lo, int64_t hi, int64_t begin, int64_t end,
                  std::vector<std::pair<int64_t, int64_t>>* ranges) const {
-    if (begin >= hi || end <= lo || !uncovered_[node]) return;
-    if (hi - lo == 1) {
+    if (begin >= hi || end <= lo || uncovered_[node] == kNone) return;
+    if (uncovered_[node] == kAll) {
+      lo = std::max(lo, begin);
+      hi = std::min(hi, end);
       if (!ranges->empty() && ranges->back().second == lo) {
         ranges->back().second = hi;
       } else {
@@ -78,7 +88,7 @@ class CoverTree {
 
   const int64_t columns_;
   std::vector<int64_t> counts_;
-  std::vector<bool> uncovered_;
+  std::vector<Extent> uncovered_;
 };
 
 // Sweeps the rows from above and keeps the gaps that are open at the current row. Only what a row
