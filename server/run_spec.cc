@@ -1,0 +1,249 @@
+#include "server/run_spec.h"
+
+#include <cmath>
+#include <set>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "common/checked_math.h"
+#include "common/errors.h"
+#include "common/status.h"
+#include "proto/protocol.h"
+#include "proto/rule_convert.h"
+
+namespace stiefel {
+namespace {
+
+constexpr int kMaxWorldSize = 1 << 16;
+constexpr int kMaxParameters = 1 << 20;
+constexpr int kMaxBlocks = 1 << 20;
+constexpr int kMaxParts = 1 << 12;
+
+absl::StatusOr<DType> DTypeOf(v1::DataType wire, const std::string& what) {
+  switch (wire) {
+    case v1::FP32:
+      return DType::kFp32;
+    case v1::BF16:
+      return DType::kBf16;
+    case v1::FP16:
+      return DType::kFp16;
+    default:
+      return absl::InvalidArgumentError(
+          absl::StrCat(what, ": unknown data type ", static_cast<int>(wire)));
+  }
+}
+
+absl::StatusOr<int64_t> Microseconds(double seconds, absl::string_view what) {
+  if (!(seconds > 0) || seconds > 1e7) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, " = ", seconds, " s is not within (0, 1e7]"));
+  }
+  return static_cast<int64_t>(std::llround(seconds * 1e6));
+}
+
+absl::StatusOr<MatrixSpec> ResolveParameter(const v1::OpenRunRequest& opened, int32_t index) {
+  const v1::Parameter& wire = opened.parameters(index);
+  MatrixSpec matrix;
+  matrix.name = wire.name();
+  const std::string what = absl::StrCat("parameter \"", wire.name(), "\"");
+  if (wire.name().empty() || wire.name().size() > 1024) {
+    return absl::InvalidArgumentError(absl::StrCat("parameter ", index, " has a name of ",
+                                                   wire.name().size(), " bytes, not 1..1024"));
+  }
+  if (wire.shape_size() != 1 && wire.shape_size() != 2) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, " has ", wire.shape_size(), " dimensions, not 1 or 2"));
+  }
+  matrix.rows = wire.shape_size() == 2 ? wire.shape(0) : 1;
+  matrix.cols = wire.shape(wire.shape_size() - 1);
+  int64_t bytes = 0;
+  if (matrix.rows <= 0 || matrix.cols <= 0 || !CheckedMul(matrix.rows, matrix.cols, &bytes) ||
+      !CheckedMul(bytes, 64, &bytes)) {
+    return BadShape(what, matrix.rows, matrix.cols);
+  }
+  auto rule = RuleFromProto(wire.rule());
+  if (!rule.ok())
+    return absl::Status(rule.status().code(), absl::StrCat(what, ": ", rule.status().message()));
+  matrix.rule = *std::move(rule);
+  if (absl::Status valid = ValidateRule(matrix.rule, matrix.rows, matrix.cols, wire.shape_size());
+      !valid.ok()) {
+    return absl::Status(valid.code(), absl::StrCat(what, ": ", valid.message()));
+  }
+  matrix.group = wire.group();
+  matrix.mean = wire.reduce() != v1::SUM;
+  STIEFEL_ASSIGN_OR_RETURN(matrix.push_dtype,
+                           DTypeOf(wire.has_push_dtype() ? wire.push_dtype() : v1::FP32, what));
+  matrix.pull_dtype = matrix.push_dtype;
+  if (wire.has_pull_dtype()) {
+    STIEFEL_ASSIGN_OR_RETURN(matrix.pull_dtype, DTypeOf(wire.pull_dtype(), what));
+  }
+  matrix.phase = opened.phases(index);
+  if (matrix.phase < 0 || matrix.phase >= matrix.rule.period) {
+    return absl::InvalidArgumentError(absl::StrCat(what, ": phase ", matrix.phase,
+                                                   " is not within [0, ", matrix.rule.period, ")"));
+  }
+  matrix.owner = opened.owners(index);
+  if (matrix.owner < 0 || matrix.owner >= opened.servers_size())
+    return IndexOutOfRange(absl::StrCat(what, " owner"), matrix.owner, opened.servers_size());
+  return matrix;
+}
+
+absl::Status CheckHeader(const v1::OpenRunRequest& opened) {
+  if (opened.protocol_version() != kProtocolVersion) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the leader speaks protocol ", opened.protocol_version(), " (software ",
+                     opened.software_version(), "), this server ", kProtocolVersion, " (software ",
+                     kSoftwareVersion, ")"));
+  }
+  if (opened.name().empty() || opened.name().size() > 256)
+    return absl::InvalidArgumentError(
+        absl::StrCat("run name of ", opened.name().size(), " bytes, not 1..256"));
+  if (opened.run_uid() == 0) return absl::InvalidArgumentError("run_uid is 0");
+  if (opened.world_size() < 1 || opened.world_size() > kMaxWorldSize)
+    return absl::InvalidArgumentError(absl::StrCat("world_size ", opened.world_size(),
+                                                   " is not within [1, ", kMaxWorldSize, "]"));
+  if (opened.start_step() < 1)
+    return absl::InvalidArgumentError(
+        absl::StrCat("start_step ", opened.start_step(), " is below 1"));
+  if (opened.update_mode() != v1::DELTA && opened.update_mode() != v1::WEIGHTS)
+    return absl::InvalidArgumentError(absl::StrCat(
+        "update_mode ", static_cast<int>(opened.update_mode()), " is neither DELTA nor WEIGHTS"));
+  if (opened.leader().generation() < 1)
+    return absl::InvalidArgumentError(
+        absl::StrCat("leader generation ", opened.leader().generation(), " is below 1"));
+  const int count = opened.parameters_size();
+  if (count < 1 || count > kMaxParameters)
+    return absl::InvalidArgumentError(
+        absl::StrCat(count, " parameters are not within [1, ", kMaxParameters, "]"));
+  if (opened.phases_size() != count || opened.owners_size() != count) {
+    return absl::InvalidArgumentError(absl::StrCat(count, " parameters, but ", opened.phases_size(),
+                                                   " phases and ", opened.owners_size(),
+                                                   " owners"));
+  }
+  if (opened.server_index() < 0 || opened.server_index() >= opened.servers_size())
+    return IndexOutOfRange("server_index", opened.server_index(), opened.servers_size());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<BlockSpec> ResolveBlock(const std::map<std::string, int32_t>& by_name,
+                                       const std::vector<MatrixSpec>& matrices,
+                                       const std::string& name, const v1::Rectangle& wire) {
+  const auto found = by_name.find(name);
+  if (found == by_name.end()) return UnknownName("parameter", name);
+  BlockSpec block;
+  block.matrix = found->second;
+  block.rect = Rect{wire.row_begin(), wire.row_end(), wire.col_begin(), wire.col_end()};
+  const MatrixSpec& matrix = matrices[block.matrix];
+  if (absl::Status valid = ValidateRect(block.rect, matrix.rows, matrix.cols); !valid.ok()) {
+    return absl::Status(valid.code(), absl::StrCat("block of \"", name, "\": ", valid.message()));
+  }
+  return block;
+}
+
+// One rank may push an element twice only under two reduce groups: otherwise a summand would hide
+// in a mean.
+absl::Status CheckOverlaps(const std::vector<BlockSpec>& blocks,
+                           const std::vector<MatrixSpec>& matrices) {
+  std::map<std::pair<int32_t, int32_t>, std::vector<Rect>> rects;
+  for (const BlockSpec& block : blocks)
+    rects[{block.matrix, block.reduce_group}].push_back(block.rect);
+  for (const auto& [key, list] : rects) {
+    const std::vector<Overlap> overlaps = Overlaps(list, 1);
+    if (overlaps.empty()) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("push blocks ", list[overlaps[0].first].DebugString(), " and ",
+                     list[overlaps[0].second].DebugString(), " of \"", matrices[key.first].name,
+                     "\" share ", overlaps[0].common.DebugString(), " under one reduce group"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const RunSpec>> RunSpec::Create(const v1::OpenRunRequest& opened) {
+  STIEFEL_RETURN_IF_ERROR(CheckHeader(opened));
+  auto spec = std::shared_ptr<RunSpec>(new RunSpec);
+  spec->opened_ = opened;
+  for (int32_t i = 0; i < opened.parameters_size(); ++i) {
+    STIEFEL_ASSIGN_OR_RETURN(MatrixSpec matrix, ResolveParameter(opened, i));
+    if (!spec->by_name_.emplace(matrix.name, i).second)
+      return DuplicateName("parameter", matrix.name);
+    if (matrix.owner == opened.server_index()) spec->owned_.push_back(i);
+    spec->matrices_.push_back(std::move(matrix));
+  }
+  STIEFEL_ASSIGN_OR_RETURN(
+      spec->step_timeout_,
+      Microseconds(opened.has_step_timeout_seconds() ? opened.step_timeout_seconds() : 60,
+                   "step_timeout_seconds"));
+  STIEFEL_ASSIGN_OR_RETURN(
+      spec->lease_,
+      Microseconds(opened.has_lease_seconds() ? opened.lease_seconds() : 15, "lease_seconds"));
+  STIEFEL_ASSIGN_OR_RETURN(
+      spec->takeover_timeout_,
+      Microseconds(opened.has_takeover_timeout_seconds() ? opened.takeover_timeout_seconds() : 300,
+                   "takeover_timeout_seconds"));
+  return std::shared_ptr<const RunSpec>(std::move(spec));
+}
+
+bool RunSpec::HasGroup(int32_t group) const {
+  for (const MatrixSpec& matrix : matrices_) {
+    if (matrix.group == group) return true;
+  }
+  return false;
+}
+
+absl::StatusOr<std::vector<BlockSpec>> RunSpec::ResolvePush(
+    const v1::JoinRunRequest& request) const {
+  if (request.push_size() > kMaxBlocks)
+    return absl::InvalidArgumentError(
+        absl::StrCat(request.push_size(), " push blocks are more than ", kMaxBlocks));
+  std::vector<BlockSpec> blocks;
+  for (const v1::PushBlock& wire : request.push()) {
+    STIEFEL_ASSIGN_OR_RETURN(BlockSpec block,
+                             ResolveBlock(by_name_, matrices_, wire.parameter(), wire.rect()));
+    if (wire.has_reduce_group()) {
+      if (wire.reduce_group() < 0)
+        return absl::InvalidArgumentError(absl::StrCat(
+            "reduce group ", wire.reduce_group(), " of \"", wire.parameter(), "\" is negative"));
+      block.reduce_group = wire.reduce_group();
+    }
+    if (wire.has_parts()) block.parts = wire.parts();
+    if (block.parts < 1 || block.parts > kMaxParts)
+      return absl::InvalidArgumentError(absl::StrCat("block of \"", wire.parameter(), "\" in ",
+                                                     block.parts, " parts, not 1..", kMaxParts));
+    blocks.push_back(block);
+  }
+  STIEFEL_RETURN_IF_ERROR(CheckOverlaps(blocks, matrices_));
+  return blocks;
+}
+
+absl::StatusOr<std::vector<BlockSpec>> RunSpec::ResolvePull(
+    const v1::JoinRunRequest& request) const {
+  if (request.pull_size() > kMaxBlocks)
+    return absl::InvalidArgumentError(
+        absl::StrCat(request.pull_size(), " pull blocks are more than ", kMaxBlocks));
+  std::vector<BlockSpec> blocks;
+  for (const v1::PullBlock& wire : request.pull()) {
+    STIEFEL_ASSIGN_OR_RETURN(BlockSpec block,
+                             ResolveBlock(by_name_, matrices_, wire.parameter(), wire.rect()));
+    blocks.push_back(block);
+  }
+  return blocks;
+}
+
+absl::Status RunSpec::CheckParameters(const v1::JoinRunRequest& request) const {
+  for (const v1::Parameter& theirs : request.parameters()) {
+    const auto found = by_name_.find(theirs.name());
+    if (found == by_name_.end()) return UnknownName("parameter", theirs.name());
+    const v1::Parameter& ours = opened_.parameters(found->second);
+    if (theirs.SerializeAsString() == ours.SerializeAsString()) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", request.rank(), " registers \"", theirs.name(), "\" as {",
+                     theirs.ShortDebugString(), "}, but the run was opened with {",
+                     ours.ShortDebugString(), "}"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace stiefel

@@ -1,0 +1,92 @@
+// The run as it was opened: validated, with names resolved. Immutable, shared by everything that
+// serves the run.
+#ifndef STIEFEL_SERVER_RUN_SPEC_H_
+#define STIEFEL_SERVER_RUN_SPEC_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "common/dtype.h"
+#include "common/rect.h"
+#include "plan/rule.h"
+#include "stiefel/v1/optimizer.pb.h"
+
+namespace stiefel {
+
+struct MatrixSpec {
+  std::string name;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  Rule rule;
+  int32_t group = 0;
+  int64_t phase = 0;
+  int32_t owner = 0;
+  DType push_dtype = DType::kFp32;
+  DType pull_dtype = DType::kFp32;
+  bool mean = true;
+
+  int64_t elements() const { return rows * cols; }
+};
+
+// A block with its parameter resolved.
+struct BlockSpec {
+  int32_t matrix = 0;
+  Rect rect;
+  int32_t reduce_group = -1;  // -1: a group of its own
+  int32_t parts = 1;
+
+  int64_t elements() const { return rect.Area(); }
+  friend bool operator==(const BlockSpec& a, const BlockSpec& b) {
+    return a.matrix == b.matrix && a.rect == b.rect && a.reduce_group == b.reduce_group &&
+           a.parts == b.parts;
+  }
+};
+
+class RunSpec {
+ public:
+  // INVALID_ARGUMENT names the field and its value: unknown names or rules, sizes that are not
+  // positive or overflow, phases or owners outside their range, duplicate names, non-positive
+  // timeouts, another protocol version (FAILED_PRECONDITION).
+  static absl::StatusOr<std::shared_ptr<const RunSpec>> Create(const v1::OpenRunRequest& opened);
+
+  const v1::OpenRunRequest& opened() const { return opened_; }
+  const std::vector<MatrixSpec>& matrices() const { return matrices_; }
+  bool Owns(int32_t matrix) const { return matrices_[matrix].owner == opened_.server_index(); }
+  const std::vector<int32_t>& owned() const { return owned_; }
+  int32_t world_size() const { return opened_.world_size(); }
+  bool weights_mode() const { return opened_.update_mode() == v1::WEIGHTS; }
+  bool HasGroup(int32_t group) const;
+
+  // Microseconds.
+  int64_t step_timeout() const { return step_timeout_; }
+  int64_t lease() const { return lease_; }
+  int64_t takeover_timeout() const { return takeover_timeout_; }
+
+  // The blocks of a JoinRun. INVALID_ARGUMENT: unknown parameter, rectangle outside the matrix,
+  // overlapping push blocks of one rank with the same reduce group, parts < 1, too many blocks.
+  absl::StatusOr<std::vector<BlockSpec>> ResolvePush(const v1::JoinRunRequest& request) const;
+  absl::StatusOr<std::vector<BlockSpec>> ResolvePull(const v1::JoinRunRequest& request) const;
+
+  // Whether the parameters as a rank knows them are those of the run. INVALID_ARGUMENT names the
+  // parameter and both values (CASES B7).
+  absl::Status CheckParameters(const v1::JoinRunRequest& request) const;
+
+ private:
+  RunSpec() = default;
+
+  v1::OpenRunRequest opened_;
+  std::vector<MatrixSpec> matrices_;
+  std::vector<int32_t> owned_;
+  std::map<std::string, int32_t> by_name_;
+  int64_t step_timeout_ = 0;
+  int64_t lease_ = 0;
+  int64_t takeover_timeout_ = 0;
+};
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_SERVER_RUN_SPEC_H_
