@@ -2,6 +2,7 @@
 #define STIEFEL_COMMON_CHECKED_MATH_H_
 
 #include <cstdint>
+#include <limits>
 
 // Sizes come from peers and files; these say whether the arithmetic on them holds. On overflow the
 // result is unspecified and false is returned.
@@ -20,6 +21,18 @@ namespace stiefel {
 [[nodiscard]] inline bool CheckedMulAdd(int64_t a, int64_t b, int64_t* accumulator) {
   int64_t product = 0;
   return CheckedMul(a, b, &product) && CheckedAdd(*accumulator, product, accumulator);
+}
+
+// For sums that only have to be too large, not exact: the largest int64 instead of an overflow.
+// REQUIRES: a, b >= 0.
+inline int64_t SaturatingAdd(int64_t a, int64_t b) {
+  int64_t sum = 0;
+  return CheckedAdd(a, b, &sum) ? sum : std::numeric_limits<int64_t>::max();
+}
+
+inline int64_t SaturatingMul(int64_t a, int64_t b) {
+  int64_t product = 0;
+  return CheckedMul(a, b, &product) ? product : std::numeric_limits<int64_t>::max();
 }
 
 // rows * cols * element_bytes of a matrix; false also for sizes that are not positive.

@@ -27,6 +27,13 @@ TEST(CheckedMath, RefusesExactlyWhatOverflows) {
   EXPECT_FALSE(CheckedMulAdd(1, 1, &r));
 }
 
+TEST(CheckedMath, SaturatingStopsAtTheLargest) {
+  EXPECT_EQ(SaturatingAdd(kMax - 1, 1), kMax);
+  EXPECT_EQ(SaturatingAdd(kMax, 1), kMax);
+  EXPECT_EQ(SaturatingMul(3, 5), 15);
+  EXPECT_EQ(SaturatingMul(int64_t{1} << 32, int64_t{1} << 32), kMax);
+}
+
 TEST(CheckedMath, MatrixBytes) {
   int64_t bytes = 0;
   EXPECT_TRUE(CheckedMatrixBytes(30000, 30000, 4, &bytes));  // CASES E3

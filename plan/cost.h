@@ -1,0 +1,67 @@
+#ifndef STIEFEL_PLAN_COST_H_
+#define STIEFEL_PLAN_COST_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/matrix.h"
+#include "plan/rule.h"
+
+// What a rule costs: floating-point operations and bytes of memory traffic, by the formulas of
+// RULES.md section 2. m is the short side of the matrix, n the long one, alpha = n / m; a
+// multiply-add counts as two operations.
+//
+//   form      general products                             symmetric products (half of X X^T and of
+//   m x m products) standard  T (4 alpha + 2) m^3                          T (3 alpha + 1) m^3 Gram
+//   (8 T + 4 alpha - 6 + r (4 alpha - 6)) m^3    (4 T + 3 alpha - 3 + r 3 (alpha - 1)) m^3
+//
+// with T iterations and r restarts of the Gram form.
+
+namespace stiefel {
+
+// Operations of `steps` Newton-Schulz iterations on a rows x cols matrix. REQUIRES: positive sizes,
+// steps >= 1, 0 <= restarts < steps, form kStandard or kGram.
+double PolarFlops(int64_t rows, int64_t cols, PolarForm form, int64_t steps, int64_t restarts,
+                  bool symmetric_products);
+
+// The form in which a spectral rule runs: the one that the rule names; with kAuto the cheaper by
+// PolarFlops with general products, where a square matrix and a tie take kStandard. REQUIRES: a
+// valid spectral rule, positive sizes.
+PolarForm ChosenForm(const Rule& rule, int64_t rows, int64_t cols);
+
+// Nominal machine balance with which operations and bytes become one number: a byte moved costs as
+// much as this many operations. A constant, because phases must follow from the model alone.
+inline constexpr double kFlopsPerByte = 16;
+
+struct Cost {
+  double flops = 0;
+  double bytes = 0;
+
+  // Comparable cost. An integer below 2^53 for every matrix of practical size, so that sums do not
+  // depend on order.
+  double Units() const { return flops + kFlopsPerByte * bytes; }
+
+  Cost& operator+=(const Cost& other) {
+    flops += other.flops;
+    bytes += other.bytes;
+    return *this;
+  }
+};
+
+// Cost of one step of this kind. Per element every step reads the gradient, reads and writes each
+// state buffer and writes the payload; a refresh also writes and reads the direction in fp32.
+// Per-element arithmetic counts 8 operations. A rule without a period costs a refresh at either
+// kind. REQUIRES: a valid rule for the matrix.
+Cost StepCost(const PlanMatrix& matrix, StepKind kind);
+
+// Longest cycle of steps that is looked at whole.
+inline constexpr int64_t kMaxCycleSteps = 64;
+
+// After how many steps the kinds repeat: the least common multiple of the periods, or
+// kMaxCycleSteps where that is larger (then the first kMaxCycleSteps steps stand for the rest). 1
+// for an empty list. REQUIRES: periods >= 1.
+int64_t CycleSteps(const std::vector<PlanMatrix>& matrices);
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_PLAN_COST_H_

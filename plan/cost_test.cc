@@ -1,0 +1,105 @@
+#include "plan/cost.h"
+
+#include <gtest/gtest.h>
+
+namespace stiefel {
+namespace {
+
+PlanMatrix Matrix(int64_t rows, int64_t cols, const char* preset) {
+  return PlanMatrix{"w", rows, cols, *PresetRule(preset), DType::kBf16, DType::kBf16};
+}
+
+// Counts the products of the iteration one by one, as a program would run them.
+double CountedFlops(double m, double n, PolarForm form, int steps, std::vector<bool> restart,
+                    bool symmetric) {
+  const double half = symmetric ? 0.5 : 1.0;
+  const double gram = 2 * m * m * n * half;   // X X^T
+  const double small = 2 * m * m * m * half;  // Products of commuting symmetric m x m matrices.
+  const double apply = 2 * m * m * n;         // Q X
+  double flops = 0;
+  if (form == PolarForm::kStandard) {
+    for (int t = 0; t < steps; ++t) flops += gram + small + apply;
+    return flops;
+  }
+  flops += gram;
+  bool identity = true;  // Q = I: its product is free.
+  for (int t = 0; t < steps; ++t) {
+    if (restart[t]) {
+      flops += apply + gram;
+      identity = true;
+    }
+    flops += small;                 // Z = b R + c R^2
+    if (!identity) flops += small;  // Q Z
+    identity = false;
+    const bool r_is_needed = t + 1 < steps && !restart[t + 1];
+    if (r_is_needed) flops += 2 * small;  // R Z, Z RZ
+  }
+  return flops + apply;
+}
+
+TEST(PolarFlops, AreThoseOfTheProducts) {
+  for (auto [rows, cols] : {std::pair<int64_t, int64_t>{64, 64}, {64, 256}, {300, 7}, {1, 5}}) {
+    const auto m = static_cast<double>(std::min(rows, cols));
+    const auto n = static_cast<double>(std::max(rows, cols));
+    for (bool symmetric : {false, true}) {
+      EXPECT_EQ(PolarFlops(rows, cols, PolarForm::kStandard, 5, 0, symmetric),
+                CountedFlops(m, n, PolarForm::kStandard, 5, {}, symmetric));
+      EXPECT_EQ(PolarFlops(rows, cols, PolarForm::kGram, 5, 0, symmetric),
+                CountedFlops(m, n, PolarForm::kGram, 5, std::vector<bool>(5, false), symmetric));
+      EXPECT_EQ(
+          PolarFlops(rows, cols, PolarForm::kGram, 5, 1, symmetric),
+          CountedFlops(m, n, PolarForm::kGram, 5, {false, false, true, false, false}, symmetric));
+      EXPECT_EQ(
+          PolarFlops(rows, cols, PolarForm::kGram, 5, 2, symmetric),
+          CountedFlops(m, n, PolarForm::kGram, 5, {false, false, true, false, true}, symmetric));
+    }
+  }
+}
+
+TEST(ChosenForm, TheCheaperOneAndStandardForSquares) {
+  Rule rule = *PresetRule("muon");
+  EXPECT_EQ(ChosenForm(rule, 512, 512), PolarForm::kStandard);
+  EXPECT_EQ(ChosenForm(rule, 512, 4096), PolarForm::kGram);
+  EXPECT_EQ(ChosenForm(rule, 4096, 512), PolarForm::kGram);
+  rule.form = PolarForm::kGram;
+  EXPECT_EQ(ChosenForm(rule, 512, 512), PolarForm::kGram);
+  rule.form = PolarForm::kStandard;
+  EXPECT_EQ(ChosenForm(rule, 512, 4096), PolarForm::kStandard);
+}
+
+TEST(StepCost, RowWiseStepsCostOnlyThePass) {
+  const PlanMatrix periodic = Matrix(1024, 1024, "periodic_rowwise_muon");
+  const Cost refresh = StepCost(periodic, StepKind::kRefresh);
+  const Cost off = StepCost(periodic, StepKind::kOffRefresh);
+  const double elements = 1024.0 * 1024.0;
+  EXPECT_EQ(off.flops, 8 * elements);
+  EXPECT_EQ(off.bytes, (2 + 2 + 8) * elements);  // Gradient and payload in bf16, M in and out.
+  EXPECT_EQ(refresh.flops - off.flops,
+            PolarFlops(1024, 1024, PolarForm::kStandard, 5, 0, /*symmetric_products=*/false));
+  EXPECT_EQ(refresh.bytes - off.bytes, 8 * elements);
+
+  // Without a period both kinds are the refresh; element-wise rules have no product, adamw has two
+  // buffers.
+  const PlanMatrix muon = Matrix(1024, 1024, "muon");
+  EXPECT_EQ(StepCost(muon, StepKind::kOffRefresh).flops, refresh.flops);
+  const PlanMatrix adamw = Matrix(1024, 1024, "adamw");
+  EXPECT_EQ(StepCost(adamw, StepKind::kRefresh).flops, 8 * elements);
+  EXPECT_EQ(StepCost(adamw, StepKind::kRefresh).bytes, (2 + 2 + 16) * elements);
+}
+
+TEST(CycleSteps, LeastCommonMultipleUpToALimit) {
+  std::vector<PlanMatrix> matrices;
+  EXPECT_EQ(CycleSteps(matrices), 1);
+  for (int64_t period : {1, 3, 4}) {
+    matrices.push_back(Matrix(8, 8, "periodic_rowwise_muon"));
+    matrices.back().rule.period = period;
+  }
+  EXPECT_EQ(CycleSteps(matrices), 12);
+  matrices[0].rule.period = 7;
+  EXPECT_EQ(CycleSteps(matrices), kMaxCycleSteps);
+  matrices[0].rule.period = 1000000;
+  EXPECT_EQ(CycleSteps(matrices), kMaxCycleSteps);
+}
+
+}  // namespace
+}  // namespace stiefel

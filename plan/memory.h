@@ -1,0 +1,91 @@
+#ifndef STIEFEL_PLAN_MEMORY_H_
+#define STIEFEL_PLAN_MEMORY_H_
+
+#include <cstdint>
+#include <set>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "plan/matrix.h"
+
+// The bytes that a server needs, as DESIGN.md sections 4 and 5 bound them:
+//   state + staging + declared push bytes + one step of payloads + workspace of the matrices in
+//   flight + streams x window
+// One formula for the planner and for a server's own admission check.
+
+namespace stiefel {
+
+// Where a step's new state waits for the decision.
+enum class Staging {
+  kDouble,  // Beside the old, in memory of its own: one pass, +4 bytes per element and state
+            // buffer.
+  kLazy,    // Nowhere: the gradient is kept and taken in after commit. No extra memory, one more
+            // pass.
+};
+
+absl::string_view StagingName(Staging staging);                // "double", "lazy"
+absl::StatusOr<Staging> ParseStaging(absl::string_view name);  // INVALID_ARGUMENT for any other.
+
+struct MemoryOptions {
+  Staging staging = Staging::kDouble;
+  bool weights_mode = false;       // The server keeps fp32 weights and sends them, not deltas.
+  int64_t matrices_in_flight = 1;  // How many the engine works on at once.
+  int64_t streams = 0;             // Data streams to one server, of all trainers.
+  int64_t window_bytes = 0;        // Bytes under way on one stream.
+};
+
+// Of one matrix, in bytes.
+struct MatrixBytes {
+  int64_t state = 0;    // fp32 buffers of the rule.
+  int64_t staged = 0;   // The same again with Staging::kDouble.
+  int64_t weights = 0;  // WEIGHTS mode: fp32 weights and the staged ones.
+  int64_t push = 0;     // All blocks that trainers declared, in the wire dtype.
+  int64_t pull =
+      0;  // Payload of one step in the wire dtype; staged fp32 weights are sent as they are.
+  int64_t workspace = 0;  // Only while the engine works on the matrix.
+
+  int64_t Resident() const { return state + staged + weights + push + pull; }
+};
+
+// Bytes that the engine needs beside the matrix's own while it works on it, at most: for a spectral
+// rule the direction and two iterates in fp32 and four m x m products (m the short side); for the
+// others nothing. REQUIRES: 28 x rows x cols fits int64.
+int64_t WorkspaceBytes(const Rule& rule, int64_t rows, int64_t cols);
+
+// `declared_push_elements`: elements of all blocks that will be pushed to this matrix in a step,
+// over all ranks; rows x cols where each element is pushed once. INVALID_ARGUMENT, with the sizes,
+// where they are not positive or any of the bytes do not fit int64.
+absl::StatusOr<MatrixBytes> BytesOfMatrix(const PlanMatrix& matrix, int64_t declared_push_elements,
+                                          const MemoryOptions& options);
+
+// Adds up the matrices of one server. Sums that would pass int64 are refused by Fits and stay at
+// its largest value otherwise, so a limit is never met by wrapping round. Copyable.
+class MemoryTally {
+ public:
+  explicit MemoryTally(const MemoryOptions& options);
+
+  void Add(const MatrixBytes& matrix);
+  // REQUIRES: the same was added before.
+  void Remove(const MatrixBytes& matrix);
+
+  // Whether Total() stays within limit_bytes with this matrix added.
+  bool Fits(const MatrixBytes& matrix, int64_t limit_bytes) const;
+
+  // Everything in the formula above.
+  int64_t Total() const;
+  // The sum over the matrices, of each part; workspace is that of the largest matrices_in_flight.
+  MatrixBytes Parts() const;
+  int64_t StreamBytes() const { return stream_bytes_; }
+
+ private:
+  int64_t WorkspaceOfLargest() const;
+
+  int64_t in_flight_;
+  int64_t stream_bytes_;
+  MatrixBytes sums_;  // Without workspace.
+  std::multiset<int64_t> workspace_;
+};
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_PLAN_MEMORY_H_

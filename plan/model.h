@@ -1,0 +1,67 @@
+#ifndef STIEFEL_PLAN_MODEL_H_
+#define STIEFEL_PLAN_MODEL_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "plan/matrix.h"
+
+// A model as a list of names and shapes, read from JSON:
+//
+//   {
+//     "name": "gpt2_124m",
+//     "default": {"preset": "muon", "set": {"lr": 0.02}, "push_dtype": "bf16", "pull_dtype":
+//     "bf16", "group": 0}, "parameters": [
+//       {"name": "h.0.attn.c_attn.weight", "shape": [2304, 768]},
+//       {"name": "wte.weight", "shape": [50257, 768], "preset": "adamw", "set": {"lr": 0.0003}}
+//     ]
+//   }
+//
+// "name" and every key but "parameters" and, in a parameter, "name" and "shape" may be left out. A
+// parameter takes from "default" what it does not say itself, but "set" only together with the
+// preset: a parameter that names a preset starts from that preset. "set" holds the rule options of
+// RULES.md section 8; its values are strings, numbers or booleans. Without any default the preset
+// is muon, dtypes fp32 (pull_dtype: that of push) and the group 0. A shape is [rows, cols], rows
+// being the outputs, or [n], which is a 1 x n matrix that only element-wise rules accept.
+
+namespace stiefel {
+
+struct ModelParameter {
+  PlanMatrix matrix;
+  int dimensions = 2;
+  int32_t group = 0;
+};
+
+struct ModelSpec {
+  std::string name;
+  std::vector<ModelParameter> parameters;
+};
+
+// What a user says beside the file. They change the default: parameters that name a preset
+// themselves keep it.
+struct ModelOverrides {
+  std::string preset;                                        // Empty: that of the file.
+  std::vector<std::pair<std::string, std::string>> options;  // Rule options, set last.
+};
+
+// Largest model file, in parameters.
+inline constexpr int64_t kMaxModelParameters = 1000000;
+
+// INVALID_ARGUMENT, naming the parameter, key and value: text that is not JSON (with the position),
+// keys that are unknown or given twice, values of a wrong type or out of range, two parameters of
+// one name, rules that do not fit the shape.
+absl::StatusOr<ModelSpec> ParseModel(absl::string_view json, const ModelOverrides& overrides = {});
+
+// ParseModel of a file. NOT_FOUND or UNAVAILABLE if it cannot be read.
+absl::StatusOr<ModelSpec> ReadModel(const std::string& path, const ModelOverrides& overrides = {});
+
+// The matrices alone, in order.
+std::vector<PlanMatrix> Matrices(const ModelSpec& model);
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_PLAN_MODEL_H_

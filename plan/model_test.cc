@@ -1,0 +1,127 @@
+#include "plan/model.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+namespace stiefel {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(ReadModel, RealModelsHaveTheirPublishedSizes) {
+  const struct {
+    const char* name;
+    int64_t elements;
+  } models[] = {{"gpt2_124m", 124439808}, {"llama3_8b", 8030261248}, {"mixtral_like", 46702792704}};
+  for (const auto& expected : models) {
+    const auto model = ReadModel(std::string("plan/models/") + expected.name + ".json");
+    ASSERT_TRUE(model.ok()) << model.status();
+    EXPECT_EQ(model->name, expected.name);
+    int64_t elements = 0;
+    for (const PlanMatrix& matrix : Matrices(*model)) elements += matrix.rows * matrix.cols;
+    EXPECT_EQ(elements, expected.elements);
+  }
+}
+
+TEST(ParseModel, DefaultsAndOwnSettings) {
+  const auto model = ParseModel(R"({
+    "default": {"preset": "muon", "set": {"lr": 0.5}, "push_dtype": "bf16", "group": 3},
+    "parameters": [
+      {"name": "a", "shape": [4, 6]},
+      {"name": "b", "shape": [6], "preset": "adamw", "set": {"beta1": "0.8"}, "group": 1},
+      {"name": "c", "shape": [4, 6], "set": {"nesterov": false}, "pull_dtype": "fp32"}]})");
+  ASSERT_TRUE(model.ok()) << model.status();
+  const auto& p = model->parameters;
+  EXPECT_EQ(p[0].matrix.rule.lr, 0.5);
+  EXPECT_EQ(p[0].matrix.push_dtype, DType::kBf16);
+  EXPECT_EQ(p[0].matrix.pull_dtype, DType::kBf16);
+  EXPECT_EQ(p[0].group, 3);
+  EXPECT_EQ(p[1].matrix.rule.preset, "adamw");
+  EXPECT_EQ(p[1].matrix.rule.lr, PresetRule("adamw")->lr);  // Not the default's option.
+  EXPECT_EQ(p[1].matrix.rule.beta1, 0.8);
+  EXPECT_EQ(p[1].matrix.rows, 1);
+  EXPECT_EQ(p[1].matrix.cols, 6);
+  EXPECT_EQ(p[1].dimensions, 1);
+  EXPECT_EQ(p[1].group, 1);
+  EXPECT_FALSE(p[2].matrix.rule.nesterov);
+  EXPECT_EQ(p[2].matrix.rule.lr, 0.5);
+  EXPECT_EQ(p[2].matrix.pull_dtype, DType::kFp32);
+}
+
+TEST(ParseModel, OverridesChangeTheDefaultAlone) {
+  ModelOverrides overrides;
+  overrides.preset = "periodic_rowwise_muon";
+  overrides.options = {{"period", "5"}};
+  const auto model = ParseModel(R"({"default": {"set": {"lr": 9}}, "parameters": [
+      {"name": "a", "shape": [4, 6]}, {"name": "b", "shape": [6], "preset": "adamw"}]})",
+                                overrides);
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ(model->parameters[0].matrix.rule.period, 5);
+  EXPECT_EQ(model->parameters[0].matrix.rule.lr, PresetRule("muon")->lr);
+  EXPECT_EQ(model->parameters[1].matrix.rule.preset, "adamw");
+}
+
+struct BadModel {
+  const char* text;
+  const char* part;  // Of the message.
+};
+
+TEST(ParseModel, RefusesWithWhereAndWhat) {
+  const BadModel models[] = {
+      {"", "not JSON"},
+      {"{\"parameters\": [", "not JSON"},
+      {"\xff\xfe\x00", "not JSON"},
+      {"[]", "expected an object"},
+      {"{}", "'parameters' must be a list"},
+      {R"({"parameters": {}})", "'parameters' must be a list"},
+      {R"({"parameters": [], "layers": 3})", "\"layers\""},
+      {R"({"parameters": [], "parameters": []})", "'parameters' is given twice"},
+      {R"({"name": "", "parameters": []})", "name"},
+      {R"({"parameters": [3]})", "parameters[0]"},
+      {R"({"parameters": [{"shape": [2, 2]}]})", "'name' is missing"},
+      {R"({"parameters": [{"name": "a"}]})", "'shape' is missing"},
+      {R"({"parameters": [{"name": "a", "shape": []}]})", "[rows, cols] or [n]"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2, 2]}]})", "[2,2,2]"},
+      {R"({"parameters": [{"name": "a", "shape": [0, 2]}]})", "got 0"},
+      {R"({"parameters": [{"name": "a", "shape": [2, -2]}]})", "got -2"},
+      {R"({"parameters": [{"name": "a", "shape": [2.5, 2]}]})", "got 2.5"},
+      {R"({"parameters": [{"name": "a", "shape": ["2", 2]}]})", "got \"2\""},
+      {R"({"parameters": [{"name": "a", "shape": [9223372036854775808, 2]}]})",
+       "9223372036854775808"},
+      {R"({"parameters": [{"name": "a", "shape": [1e30, 2]}]})", "got 1e+30"},
+      {R"({"parameters": [{"name": "a", "shape": [4294967296, 4294967296]}]})", "4294967296"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2]}, {"name": "a", "shape": [2, 2]}]})",
+       "'a'"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2], "preset": "moun"}]})", "muon"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2], "set": {"period": 0}}]})",
+       "parameter \"a\""},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2], "set": {"lr": [1]}}]})", "[1]"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2], "set": 3}]})", ".set"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2], "push_dtype": "int8"}]})", "int8"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2], "group": -1}]})", ".group"},
+      {R"({"parameters": [{"name": "a", "shape": [4]}]})", "parameter \"a\""},  // CASES A28
+  };
+  for (const BadModel& bad : models) {
+    const absl::Status status = ParseModel(bad.text).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << bad.text;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(bad.part)) << bad.text;
+  }
+}
+
+TEST(ParseModel, DeepNestingIsRefusedNotFollowed) {
+  std::string deep = "{\"parameters\": ";
+  for (int i = 0; i < 200000; ++i) deep += "[";
+  for (int i = 0; i < 200000; ++i) deep += "]";
+  EXPECT_EQ(ParseModel(deep + "}").status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(ReadModel, NamesTheFile) {
+  const absl::Status status = ReadModel("plan/models/none.json").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("plan/models/none.json"));
+}
+
+}  // namespace
+}  // namespace stiefel

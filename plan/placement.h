@@ -1,0 +1,53 @@
+#ifndef STIEFEL_PLAN_PLACEMENT_H_
+#define STIEFEL_PLAN_PLACEMENT_H_
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "plan/matrix.h"
+#include "plan/memory.h"
+
+// Which server owns which matrix. A pure function of the model and the servers: the same on every
+// machine, and the same whatever the parameters are called. The unit of placement is one whole
+// matrix.
+
+namespace stiefel {
+
+struct ServerSpec {
+  double speed = 1;                                            // Relative to the other servers.
+  int64_t memory_bytes = std::numeric_limits<int64_t>::max();  // What the server may use in all.
+};
+
+struct PlanRequest {
+  std::vector<PlanMatrix> matrices;
+  std::vector<ServerSpec> servers;
+  MemoryOptions memory;
+  int64_t push_copies =
+      1;  // How many trainers push each element (replicated gradients: all of them).
+};
+
+struct Plan {
+  std::vector<int64_t> phases;  // By matrix; see AssignPhases.
+  std::vector<int32_t> owners;  // By matrix: index into servers.
+};
+
+// Phases first, then each residue levelled over the servers: of the matrices that refresh together
+// (one period, one phase; the rules without a period are one such set), dearest first, each goes
+// where it is done soonest. Then single matrices move, or change places, while the whole cycle of
+// steps gets shorter. A server may get no matrix.
+//
+// Bound (equal speeds, memory not binding), for every such set over p servers, in
+// StepCost(kRefresh).Units():
+//   most of one server <= mean + (1 - 1/p) x the dearest matrix of the set.
+// Memory binds: where the above does not fit, matrices are placed by size instead, largest first.
+//
+// INVALID_ARGUMENT: no server, more than 2^20 of them, speeds or memory that are not positive,
+// push_copies < 1, and what AssignPhases and BytesOfMatrix refuse. RESOURCE_EXHAUSTED, with the
+// numbers: it does not fit.
+absl::StatusOr<Plan> MakePlan(const PlanRequest& request);
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_PLAN_PLACEMENT_H_

@@ -1,0 +1,219 @@
+#include "plan/placement.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <random>
+
+#include "plan/cost.h"
+#include "plan/model.h"
+
+namespace stiefel {
+namespace {
+
+using ::testing::HasSubstr;
+
+PlanMatrix Matrix(int64_t rows, int64_t cols, const char* preset) {
+  return PlanMatrix{"w", rows, cols, *PresetRule(preset)};
+}
+
+PlanRequest Request(std::vector<PlanMatrix> matrices, size_t servers) {
+  PlanRequest request;
+  request.matrices = std::move(matrices);
+  request.servers.resize(servers);
+  return request;
+}
+
+PlanRequest RealModel(const std::string& name, size_t servers, const std::string& preset = "") {
+  ModelOverrides overrides;
+  overrides.preset = preset;
+  return Request(Matrices(*ReadModel("plan/models/" + name + ".json", overrides)), servers);
+}
+
+// The stated bound, for each set of matrices that refresh together.
+void ExpectBound(const PlanRequest& request, const Plan& plan) {
+  const auto p = static_cast<double>(request.servers.size());
+  std::map<std::pair<int64_t, int64_t>, std::vector<double>> loads;
+  std::map<std::pair<int64_t, int64_t>, double> dearest;
+  ASSERT_EQ(plan.owners.size(), request.matrices.size());
+  for (size_t i = 0; i < request.matrices.size(); ++i) {
+    ASSERT_GE(plan.owners[i], 0);
+    ASSERT_LT(plan.owners[i], static_cast<int32_t>(request.servers.size()));
+    const std::pair<int64_t, int64_t> set(request.matrices[i].rule.period, plan.phases[i]);
+    const double cost = StepCost(request.matrices[i], StepKind::kRefresh).Units();
+    loads[set].resize(request.servers.size(), 0);
+    loads[set][plan.owners[i]] += cost;
+    dearest[set] = std::max(dearest[set], cost);
+  }
+  for (const auto& [set, load] : loads) {
+    const double mean = std::accumulate(load.begin(), load.end(), 0.0) / p;
+    EXPECT_LE(*std::max_element(load.begin(), load.end()), mean + (1 - 1 / p) * dearest[set])
+        << "period " << set.first << " phase " << set.second;
+  }
+}
+
+// Slowest server / mean, at the worst step of the cycle.
+double WorstBalance(const PlanRequest& request, const Plan& plan) {
+  double worst = 1;
+  for (int64_t step = 1; step <= CycleSteps(request.matrices); ++step) {
+    std::vector<double> loads(request.servers.size(), 0);
+    for (size_t i = 0; i < request.matrices.size(); ++i) {
+      const PlanMatrix& matrix = request.matrices[i];
+      loads[plan.owners[i]] +=
+          StepCost(matrix, KindAtStep(matrix.rule, plan.phases[i], step)).Units();
+    }
+    const double sum = std::accumulate(loads.begin(), loads.end(), 0.0);
+    worst = std::max(worst, *std::max_element(loads.begin(), loads.end()) *
+                                static_cast<double>(loads.size()) / sum);
+  }
+  return worst;
+}
+
+TEST(MakePlan, RealModelsAreWithinTheBoundAndLevelAtEveryStep) {
+  for (const char* name : {"gpt2_124m", "llama3_8b", "mixtral_like"}) {
+    for (size_t servers : {1, 2, 3, 8}) {
+      const PlanRequest request = RealModel(name, servers);
+      const Plan plan = *MakePlan(request);
+      ExpectBound(request, plan);
+      const double balance = WorstBalance(request, plan);
+      printf("%s on %zu servers: max/mean %.4f\n", name, servers, balance);
+      // GPT-2 has 16 hidden matrices a residue, of which 8 servers can at best get two each.
+      EXPECT_LE(balance, servers == 8 ? 1.5 : 1.2) << name << " on " << servers;
+    }
+  }
+}
+
+TEST(MakePlan, RandomModelsAreWithinTheBound) {
+  std::mt19937 random(11);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<PlanMatrix> matrices;
+    for (size_t i = 0, n = random() % 40; i < n; ++i) {
+      const char* presets[] = {"periodic_rowwise_muon", "muon", "adamw"};
+      matrices.push_back(Matrix(1 + random() % 800, 1 + random() % 800, presets[random() % 3]));
+      if (matrices.back().rule.period > 1) matrices.back().rule.period = 2 + random() % 3;
+    }
+    const PlanRequest request = Request(matrices, 1 + random() % 6);
+    ExpectBound(request, *MakePlan(request));
+  }
+}
+
+TEST(MakePlan, LocalImprovementLevelsWhatTheDealLeaves) {
+  // Largest first alone gives 5+3+3 | 5+4 = 11 to 9 of these five; a swap gives 5+5 | 4+3+3.
+  std::vector<PlanMatrix> matrices;
+  for (int64_t cost : {5, 5, 4, 3, 3}) matrices.push_back(Matrix(1000 * cost, 1000, "adamw"));
+  const PlanRequest request = Request(matrices, 2);
+  EXPECT_DOUBLE_EQ(WorstBalance(request, *MakePlan(request)), 1.0);
+}
+
+TEST(MakePlan, IsDeterministicAndBlindToNames) {
+  for (const char* name : {"gpt2_124m", "mixtral_like"}) {
+    PlanRequest request = RealModel(name, 5);
+    const Plan plan = *MakePlan(request);
+    const Plan again = *MakePlan(request);
+    EXPECT_EQ(again.owners, plan.owners);
+    for (size_t i = 0; i < request.matrices.size(); ++i) {
+      request.matrices[i].name = std::to_string(i * 7919 % 1000);
+    }
+    const Plan renamed = *MakePlan(request);
+    EXPECT_EQ(renamed.owners, plan.owners);
+    EXPECT_EQ(renamed.phases, plan.phases);
+  }
+}
+
+TEST(MakePlan, PhasesDoNotDependOnTheServers) {
+  const Plan one = *MakePlan(RealModel("llama3_8b", 1));
+  EXPECT_EQ(MakePlan(RealModel("llama3_8b", 7))->phases, one.phases);
+}
+
+// CASES D12
+TEST(MakePlan, MoreServersThanMatrices) {
+  const PlanRequest request = Request(std::vector<PlanMatrix>(3, Matrix(64, 64, "muon")), 8);
+  const Plan plan = *MakePlan(request);
+  EXPECT_EQ(std::set<int32_t>(plan.owners.begin(), plan.owners.end()).size(), 3u);
+  EXPECT_TRUE(MakePlan(Request({}, 2))->owners.empty());
+}
+
+TEST(MakePlan, AFasterServerGetsMore) {
+  PlanRequest request = Request(std::vector<PlanMatrix>(40, Matrix(256, 256, "muon")), 2);
+  request.servers[1].speed = 3;
+  const Plan plan = *MakePlan(request);
+  EXPECT_EQ(std::count(plan.owners.begin(), plan.owners.end(), 1), 30);
+}
+
+TEST(MakePlan, RespectsMemory) {
+  PlanRequest request = Request(std::vector<PlanMatrix>(10, Matrix(256, 256, "muon")), 3);
+  MemoryTally two(request.memory);
+  const MatrixBytes bytes = *BytesOfMatrix(request.matrices[0], 256 * 256, request.memory);
+  two.Add(bytes);
+  two.Add(bytes);
+  request.servers[0].memory_bytes = two.Total();
+  const Plan plan = *MakePlan(request);
+  EXPECT_EQ(std::count(plan.owners.begin(), plan.owners.end(), 0), 2);
+}
+
+TEST(MakePlan, PlacesBySizeWhereCostWouldLeaveNoRoom) {
+  // By cost the four spectral matrices go first and spread; then no server has room for the large
+  // element-wise one.
+  std::vector<PlanMatrix> matrices(4, Matrix(512, 512, "muon"));
+  matrices.push_back(Matrix(512, 1600, "sgd"));
+  PlanRequest request = Request(matrices, 2);
+  MemoryTally most(request.memory);
+  for (size_t i = 0; i < 4; ++i) most.Add(*BytesOfMatrix(matrices[i], 512 * 512, request.memory));
+  const MatrixBytes large = *BytesOfMatrix(matrices[4], 512 * 1600, request.memory);
+  for (ServerSpec& server : request.servers) {
+    server.memory_bytes = std::max(most.Total(), large.Resident());
+  }
+  const absl::StatusOr<Plan> plan = MakePlan(request);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  for (int32_t server : {0, 1}) {
+    MemoryTally tally(request.memory);
+    for (size_t i = 0; i < matrices.size(); ++i) {
+      if (plan->owners[i] != server) continue;
+      tally.Add(*BytesOfMatrix(matrices[i], matrices[i].rows * matrices[i].cols, request.memory));
+    }
+    EXPECT_LE(tally.Total(), request.servers[server].memory_bytes);
+  }
+}
+
+// CASES D16
+TEST(MakePlan, RefusesWhatDoesNotFitWithTheNumbers) {
+  PlanRequest request = Request({Matrix(int64_t{1} << 20, 2621440, "muon")}, 2);  // 10 TiB in fp32.
+  request.matrices[0].name = "giant";
+  request.servers[1].memory_bytes = int64_t{1} << 40;
+  request.servers[0].memory_bytes = int64_t{1} << 30;
+  const absl::Status status = MakePlan(request).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  for (const char* part : {"giant", "1048576 x 2621440", "server 1", "1099511627776", "lazy"}) {
+    EXPECT_THAT(std::string(status.message()), HasSubstr(part));
+  }
+  // Without any limit ten of these still pass what int64 can count.
+  request =
+      Request(std::vector<PlanMatrix>(10, Matrix(int64_t{1} << 28, int64_t{1} << 28, "muon")), 1);
+  EXPECT_EQ(MakePlan(request).status().code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST(MakePlan, RefusesBadRequests) {
+  const auto code = [](const PlanRequest& request) { return MakePlan(request).status().code(); };
+  const std::vector<PlanMatrix> good = {Matrix(8, 8, "muon")};
+  EXPECT_EQ(code(Request(good, 0)), absl::StatusCode::kInvalidArgument);
+  for (double speed : {0.0, -1.0, std::numeric_limits<double>::infinity(), std::nan("")}) {
+    PlanRequest request = Request(good, 1);
+    request.servers[0].speed = speed;
+    EXPECT_EQ(code(request), absl::StatusCode::kInvalidArgument) << speed;
+  }
+  PlanRequest request = Request(good, 1);
+  request.servers[0].memory_bytes = 0;
+  EXPECT_EQ(code(request), absl::StatusCode::kInvalidArgument);
+  request = Request(good, 1);
+  request.push_copies = 0;
+  EXPECT_EQ(code(request), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(Request({Matrix(0, 8, "muon")}, 1)), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(Request({Matrix(int64_t{1} << 40, int64_t{1} << 40, "muon")}, 1)),
+            absl::StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace stiefel
