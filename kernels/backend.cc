@@ -35,7 +35,7 @@ absl::StatusOr<DeviceBuffer> Backend::Allocate(int64_t bytes) {
 // One norm per vector; and for the power iteration two vectors of cols and a partial sum of cols
 // for each of its row blocks.
 int64_t RowWiseScratch(int64_t rows, int64_t cols) {
-  return std::max(rows, cols) + (2 + kSpectralBlocks) * cols;
+  return (1 + std::min(rows, kSpectralBlocks)) * cols;
 }
 
 }  // namespace stiefel

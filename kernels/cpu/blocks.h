@@ -1,0 +1,58 @@
+// What the CPU passes share: cutting into blocks, adding up their figures, and the two things done
+// to a segment.
+#ifndef STIEFEL_KERNELS_CPU_BLOCKS_H_
+#define STIEFEL_KERNELS_CPU_BLOCKS_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+
+#include "kernels/backend.h"
+#include "kernels/cpu/gather.h"
+#include "kernels/cpu/segment_kernels.h"
+#include "kernels/cpu/thread_pool.h"
+
+namespace stiefel {
+
+// Elements of a block of contiguous elements.
+constexpr int64_t kBlockElements = 32 * kSegment;
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Calls body(begin, n) for the segments of [begin, end).
+template <typename Body>
+void ForSegments(int64_t begin, int64_t end, const Body& body) {
+  for (int64_t i = begin; i < end; i += kSegment) body(i, std::min(kSegment, end - i));
+}
+
+// Calls body(block, stats) for every block, in parallel, each with figures of its own, and adds
+// these in block order to *stats (where not null).
+void ForBlocks(ThreadPool* pool, int64_t blocks, StepStats* stats,
+               const std::function<void(int64_t block, StepStats* block_stats)>& body);
+
+// Reduces the gradient and applies the element rule to one segment after another.
+class ElementWorker {
+ public:
+  explicit ElementWorker(const ElementPass& pass);
+
+  // Elements [begin, begin + n) of the matrix; n <= kSegment. u receives the direction; new state
+  // goes where the pass says.
+  void Run(int64_t begin, int64_t n, float* u, StepStats* stats);
+
+ private:
+  const ElementPass& pass_;
+  const SegmentKernels& kernels_;
+  Gatherer gatherer_;
+  SegmentCoefficients coefficients_;
+  alignas(64) float gradient_[kSegment];
+  alignas(64) float zeros_[kSegment];
+  alignas(64) float unused_[kMaxStates][kSegment];
+};
+
+// Delivers n <= kSegment elements o, which lie at `offset` of the matrix.
+void DeliverSegment(const Delivery& delivery, int64_t offset, int64_t n, const float* o,
+                    StepStats* stats);
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_KERNELS_CPU_BLOCKS_H_

@@ -1,0 +1,131 @@
+#include "kernels/cpu/cpu_backend.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cpu/gemm.h"
+#include "kernels/cpu/passes.h"
+#include "kernels/cpu/segment_kernels.h"
+#include "kernels/cpu/thread_pool.h"
+
+namespace stiefel {
+namespace {
+
+constexpr int64_t kAlignment = 64;
+constexpr int64_t kHugePage = 2 << 20;
+constexpr int kMaxThreads = 1024;
+
+class CpuStream final : public Stream {
+ public:
+  explicit CpuStream(ThreadPool* pool) : pool_(pool) {}
+
+  void CopyToDevice(void* device, const void* host, int64_t bytes) override {
+    std::memcpy(device, host, bytes);
+  }
+  void CopyToHost(void* host, const void* device, int64_t bytes) override {
+    std::memcpy(host, device, bytes);
+  }
+  void Zero(void* device, int64_t bytes) override { std::memset(device, 0, bytes); }
+  void Gemm(const GemmArgs& args) override { Note(CpuGemm(pool_, args)); }
+  void AddDiagonal(const MatrixView& x, float diagonal, const MatrixView& out) override {
+    CpuAddDiagonal(pool_, x, diagonal, out);
+  }
+  void Run(const ElementPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const RowWisePass& pass) override { CpuRun(pool_, pass); }
+  void Run(const NormalisePass& pass) override { CpuRun(pool_, pass); }
+  void Run(const DeliverPass& pass) override { CpuRun(pool_, pass); }
+  void Residual(const MatrixView& x, StepStats* stats) override {
+    Note(CpuResidual(pool_, x, &stats->residual));
+  }
+  void Then(std::function<void(const absl::Status&)> done) override { done(error_); }
+  absl::Status Synchronize() override { return std::exchange(error_, absl::OkStatus()); }
+
+ private:
+  void Note(const absl::Status& status) {
+    if (error_.ok()) error_ = status;
+  }
+
+  ThreadPool* const pool_;
+  absl::Status error_;  // the first since the last Synchronize
+};
+
+std::string ProcessorName() {
+  std::ifstream info("/proc/cpuinfo");
+  std::string line;
+  while (std::getline(info, line)) {
+    const size_t colon = line.find(": ");
+    if (line.rfind("model name", 0) == 0 && colon != std::string::npos)
+      return line.substr(colon + 2);
+  }
+  return "x86-64";
+}
+
+class CpuBackend final : public Backend {
+ public:
+  explicit CpuBackend(int threads) : pool_(threads) {
+    info_.kind = "cpu";
+    info_.name = ProcessorName();
+    info_.threads = threads;
+    info_.memory_bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+    info_.has_bf16 = CpuHasBf16();
+    info_.fast_bf16 = info_.has_bf16 && CpuHasFastBf16();
+    info_.instruction_set = absl::StrCat("passes ", BestSegmentKernels().name, ", products ",
+                                         OneDnnDescription(), info_.fast_bf16 ? " bf16" : " fp32");
+  }
+
+  const DeviceInfo& Info() const override { return info_; }
+  absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override {
+    return std::make_unique<CpuStream>(&pool_);
+  }
+  int64_t AllocatedBytes() const override { return allocated_; }
+
+ private:
+  absl::StatusOr<void*> AllocateBytes(int64_t bytes) override {
+    if (bytes > info_.memory_bytes) return TooLarge(bytes);
+    const bool huge = bytes >= 2 * kHugePage;
+    const int64_t alignment = huge ? kHugePage : kAlignment;
+    void* data = std::aligned_alloc(
+        alignment, (std::max<int64_t>(bytes, 1) + alignment - 1) / alignment * alignment);
+    if (data == nullptr) return TooLarge(bytes);
+    if (huge) madvise(data, bytes, MADV_HUGEPAGE);  // a hint
+    allocated_ += bytes;
+    return data;
+  }
+
+  void FreeBytes(void* data, int64_t bytes) override {
+    std::free(data);
+    allocated_ -= bytes;
+  }
+
+  absl::Status TooLarge(int64_t bytes) const {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("cannot allocate ", bytes, " bytes; ", allocated_.load(),
+                     " are in use and the machine has ", info_.memory_bytes));
+  }
+
+  // Constant after construction.
+  DeviceInfo info_;
+  // Own synchronisation.
+  ThreadPool pool_;
+  std::atomic<int64_t> allocated_{0};
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(int threads) {
+  if (threads < 1 || threads > kMaxThreads) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("threads=", threads, " is not from 1 to ", kMaxThreads));
+  }
+  return std::make_unique<CpuBackend>(threads);
+}
+
+}  // namespace stiefel

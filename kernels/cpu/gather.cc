@@ -1,0 +1,73 @@
+#include "kernels/cpu/gather.h"
+
+#include <algorithm>
+
+namespace stiefel {
+
+void Gatherer::Read(const GradientPlan::Term& term, int64_t row, int64_t col, int64_t n,
+                    float* out) {
+  const GradientPiece& piece = *term.piece;
+  const int64_t offset =
+      (row - piece.rect.row_begin) * piece.rect.cols() + (col - piece.rect.col_begin);
+  Convert(static_cast<const char*>(piece.data) + offset * DTypeSize(piece.dtype), piece.dtype, out,
+          DType::kFp32, n);
+}
+
+void Gatherer::GatherRun(const GradientPlan::Span& span, int64_t row, int64_t col, int64_t n,
+                         float* out) {
+  const std::vector<GradientPlan::Term>& terms = span.terms;
+  if (terms.empty()) {
+    std::fill_n(out, n, 0.0f);
+    return;
+  }
+  if (terms.size() == 1) {
+    Read(terms[0], row, col, n, out);
+  } else {
+    for (size_t i = 0; i < terms.size();) {
+      const float coefficient = terms[i].coefficient;
+      const bool first = i == 0;
+      Read(terms[i], row, col, n, group_);
+      for (++i; i < terms.size() && !terms[i].opens_group; ++i) {
+        Read(terms[i], row, col, n, piece_);
+        kernels_.add(piece_, group_, n);
+      }
+      if (first) {
+        kernels_.scale(coefficient, group_, out, n);
+      } else {
+        kernels_.add_scaled(coefficient, group_, out, n);
+      }
+    }
+  }
+  if (plan_.inverse_scale() != 1) kernels_.scale(plan_.inverse_scale(), out, out, n);
+}
+
+void Gatherer::Gather(int64_t begin, int64_t n, float* out) {
+  const std::vector<GradientPlan::Band>& bands = plan_.bands();
+  const int64_t cols = plan_.cols();
+  int64_t row = begin / cols, col = begin % cols;
+  if (row < bands[band_].row_begin || row >= bands[band_].row_end) {
+    const auto above = [](int64_t r, const GradientPlan::Band& band) { return r < band.row_end; };
+    band_ = std::upper_bound(bands.begin(), bands.end(), row, above) - bands.begin();
+  }
+  while (n > 0) {
+    if (row >= bands[band_].row_end) ++band_;
+    const GradientPlan::Band& band = bands[band_];
+    int64_t run;
+    if (band.spans.size() == 1) {
+      // One span as wide as the matrix: its pieces are contiguous over rows.
+      run = std::min(n, (band.row_end - row) * cols - col);
+      GatherRun(band.spans[0], row, col, run, out);
+    } else {
+      const auto right = [](int64_t c, const GradientPlan::Span& span) { return c < span.col_end; };
+      const auto span = std::upper_bound(band.spans.begin(), band.spans.end(), col, right);
+      run = std::min(n, span->col_end - col);
+      GatherRun(*span, row, col, run, out);
+    }
+    out += run;
+    n -= run;
+    row += (col + run) / cols;
+    col = (col + run) % cols;
+  }
+}
+
+}  // namespace stiefel

@@ -1,0 +1,249 @@
+#include "kernels/cpu/gemm.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "dnnl.h"
+#include "kernels/cpu/bf16_matmul.h"
+#include "kernels/cpu/scratch.h"
+#include "kernels/cpu/segment_kernels.h"
+
+namespace stiefel {
+namespace {
+
+// Rows of a block of C, and its columns where C is not symmetric. Measured: from 150 rows on a
+// block runs at full rate.
+constexpr int64_t kTargetRows = 192;
+constexpr int64_t kBlockCols = 512;
+constexpr int64_t kResidualCols = 192;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Rows of a block: the matrix cut evenly into about kTargetRows, whole vectors.
+int64_t BlockRows(int64_t rows) {
+  const int64_t blocks = CeilDiv(rows, kTargetRows);
+  return std::min(rows, CeilDiv(CeilDiv(rows, blocks), 16) * 16);
+}
+
+// A block of C: c(rows x cols) = alpha a(rows x inner) op(b) + beta d, all with their own row
+// strides, in elements.
+struct Block {
+  int64_t rows, cols, inner;
+  const void* a;
+  int64_t a_stride;
+  const void* b;  // inner x cols, or cols x inner where transposed
+  int64_t b_stride;
+  bool transpose_b;
+  const void* d;
+  void* c;
+  int64_t c_stride;  // of d too
+  float alpha, beta;
+};
+
+absl::Status Fp32Block(const Block& k) {
+  auto* c = static_cast<float*>(k.c);
+  if (k.beta != 0) {
+    const auto* d = static_cast<const float*>(k.d);
+    for (int64_t i = 0; i < k.rows; ++i) {
+      std::memcpy(c + i * k.c_stride, d + i * k.c_stride, k.cols * sizeof(float));
+    }
+  }
+  const dnnl_status_t status =
+      dnnl_sgemm('N', k.transpose_b ? 'T' : 'N', k.rows, k.cols, k.inner, k.alpha,
+                 static_cast<const float*>(k.a), k.a_stride, static_cast<const float*>(k.b),
+                 k.b_stride, k.beta, c, k.c_stride);
+  if (status == dnnl_success) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat("dnnl_sgemm ", k.rows, " x ", k.cols, " x ", k.inner,
+                                          " failed with status ", static_cast<int>(status)));
+}
+
+absl::Status Bf16Block(const Block& k) {
+  auto* product =
+      static_cast<float*>(ThreadScratch(ScratchUse::kTile, k.rows * k.cols * sizeof(float)));
+  const Bf16MatmulShape shape = {k.rows, k.cols, k.inner, k.a_stride, k.b_stride, k.transpose_b};
+  absl::Status status = Bf16Matmul(shape, k.a, k.b, product);
+  if (!status.ok()) return status;
+  const SegmentKernels& kernels = BestSegmentKernels();
+  for (int64_t i = 0; i < k.rows; ++i) {
+    const auto* d = k.beta == 0 ? nullptr : static_cast<const uint16_t*>(k.d) + i * k.c_stride;
+    kernels.round_bf16(k.alpha, product + i * k.cols, k.beta, d,
+                       static_cast<uint16_t*>(k.c) + i * k.c_stride, k.cols);
+  }
+  return absl::OkStatus();
+}
+
+template <typename T>
+void Mirror(T* c, int64_t stride, int64_t row, int64_t rows, int64_t col, int64_t cols) {
+  for (int64_t i = row; i < row + rows; ++i) {
+    for (int64_t j = std::max(col, i + 1); j < col + cols; ++j)
+      c[j * stride + i] = c[i * stride + j];
+  }
+}
+
+// oneDNN must not start OpenMP threads of its own: the loops around it are parallel.
+void UseOneOpenMpThread() {
+  thread_local const bool done = [] {
+    omp_set_num_threads(1);
+    return true;
+  }();
+  (void)done;
+}
+
+const void* At(const MatrixView& view, int64_t matrix, int64_t row, int64_t col) {
+  return static_cast<const char*>(view.data) +
+         ((matrix * view.rows + row) * view.cols + col) * DTypeSize(view.dtype);
+}
+
+// The first error of a parallel loop.
+class FirstError {
+ public:
+  void Add(const absl::Status& status) {
+    if (status.ok()) return;
+    MutexLock lock(&mutex_);
+    if (status_.ok()) status_ = status;
+  }
+  absl::Status Take() {
+    MutexLock lock(&mutex_);
+    return status_;
+  }
+
+ private:
+  Mutex mutex_;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+};
+
+struct BlockPlace {
+  int64_t row, rows, col, cols;
+};
+
+std::vector<BlockPlace> CutIntoBlocks(int64_t rows, int64_t cols, bool symmetric) {
+  const int64_t block_rows = BlockRows(rows);
+  const int64_t block_cols = symmetric ? block_rows : std::min(cols, kBlockCols);
+  std::vector<BlockPlace> places;
+  for (int64_t row = 0; row < rows; row += block_rows) {
+    for (int64_t col = symmetric ? row : 0; col < cols; col += block_cols) {
+      places.push_back(
+          {row, std::min(block_rows, rows - row), col, std::min(block_cols, cols - col)});
+    }
+  }
+  return places;
+}
+
+}  // namespace
+
+absl::Status CpuGemm(ThreadPool* pool, const GemmArgs& args) {
+  const MatrixView& c = args.c;
+  const std::vector<BlockPlace> places = CutIntoBlocks(c.rows, c.cols, args.symmetric);
+  const int64_t count = static_cast<int64_t>(places.size());
+  const bool bf16 = c.dtype == DType::kBf16;
+  FirstError error;
+  pool->ParallelFor(count * c.batch, [&](int64_t index) {
+    UseOneOpenMpThread();
+    const int64_t matrix = index / count;
+    const BlockPlace& p = places[index % count];
+    Block block;
+    block.rows = p.rows;
+    block.cols = p.cols;
+    block.inner = args.a.cols;
+    block.a = At(args.a, matrix, p.row, 0);
+    block.a_stride = args.a.cols;
+    block.b = args.transpose_b ? At(args.b, matrix, p.col, 0) : At(args.b, matrix, 0, p.col);
+    block.b_stride = args.b.cols;
+    block.transpose_b = args.transpose_b;
+    block.d = args.beta == 0 ? nullptr : At(args.d, matrix, p.row, p.col);
+    block.c = const_cast<void*>(At(c, matrix, p.row, p.col));
+    block.c_stride = c.cols;
+    block.alpha = args.alpha;
+    block.beta = args.beta;
+    error.Add(bf16 ? Bf16Block(block) : Fp32Block(block));
+    if (!args.symmetric) return;
+    void* whole = const_cast<void*>(At(c, matrix, 0, 0));
+    if (bf16) {
+      Mirror(static_cast<uint16_t*>(whole), c.cols, p.row, p.rows, p.col, p.cols);
+    } else {
+      Mirror(static_cast<float*>(whole), c.cols, p.row, p.rows, p.col, p.cols);
+    }
+  });
+  return error.Take();
+}
+
+absl::Status CpuResidual(ThreadPool* pool, const MatrixView& x, double* residual) {
+  const int64_t m = x.rows;
+  const int64_t stride = m <= 16 ? 1 : m / std::clamp<int64_t>(m / 16, 16, 32);
+  const int64_t sampled = CeilDiv(m, stride);
+  const int64_t tasks = CeilDiv(m, kResidualCols);
+  std::vector<double> sums(tasks, 0.0);
+  FirstError error;
+  pool->ParallelFor(tasks, [&](int64_t task) {
+    UseOneOpenMpThread();
+    const int64_t col = task * kResidualCols, cols = std::min(kResidualCols, m - col);
+    auto* gram =
+        static_cast<float*>(ThreadScratch(ScratchUse::kTile, sampled * cols * sizeof(float)));
+    absl::Status status;
+    if (x.dtype == DType::kBf16) {
+      status = Bf16Matmul({sampled, cols, x.cols, stride * x.cols, x.cols, true}, x.data,
+                          At(x, 0, col, 0), gram);
+    } else {
+      Block block = {
+          sampled, cols, x.cols, x.data, stride * x.cols, At(x, 0, col, 0), x.cols, true, nullptr,
+          gram,    cols, 1,      0};
+      status = Fp32Block(block);
+    }
+    error.Add(status);
+    for (int64_t i = 0; status.ok() && i < sampled; ++i) {
+      for (int64_t j = 0; j < cols; ++j) {
+        const double entry = gram[i * cols + j] - (i * stride == col + j ? 1.0 : 0.0);
+        sums[task] += entry * entry;
+      }
+    }
+  });
+  double total = 0;
+  for (double sum : sums) total += sum;
+  *residual = std::sqrt(total / static_cast<double>(sampled));
+  return error.Take();
+}
+
+std::string OneDnnDescription() {
+  const dnnl_version_t* version = dnnl_version();
+  const char* isa = "generic";
+  switch (dnnl_get_effective_cpu_isa()) {
+    case dnnl_cpu_isa_sse41:
+      isa = "sse41";
+      break;
+    case dnnl_cpu_isa_avx:
+      isa = "avx";
+      break;
+    case dnnl_cpu_isa_avx2:
+      isa = "avx2";
+      break;
+    case dnnl_cpu_isa_avx2_vnni:
+      isa = "avx2_vnni";
+      break;
+    case dnnl_cpu_isa_avx512_core:
+      isa = "avx512_core";
+      break;
+    case dnnl_cpu_isa_avx512_core_vnni:
+      isa = "avx512_core_vnni";
+      break;
+    case dnnl_cpu_isa_avx512_core_bf16:
+      isa = "avx512_core_bf16";
+      break;
+    case dnnl_cpu_isa_avx512_core_amx:
+      isa = "avx512_core_amx";
+      break;
+    default:
+      break;
+  }
+  return absl::StrCat("oneDNN ", version->major, ".", version->minor, ".", version->patch, " ",
+                      isa);
+}
+
+bool CpuHasFastBf16() { return dnnl_get_effective_cpu_isa() == dnnl_cpu_isa_avx512_core_amx; }
+
+}  // namespace stiefel

@@ -1,0 +1,20 @@
+// The row and element passes of kernels/backend.h on the CPU. Work is cut into blocks fixed by the
+// shape; each block is taken through in segments that stay in the first-level cache, and sums are
+// added in block order.
+#ifndef STIEFEL_KERNELS_CPU_PASSES_H_
+#define STIEFEL_KERNELS_CPU_PASSES_H_
+
+#include "kernels/backend.h"
+#include "kernels/cpu/thread_pool.h"
+
+namespace stiefel {
+
+void CpuRun(ThreadPool* pool, const ElementPass& pass);
+void CpuRun(ThreadPool* pool, const RowWisePass& pass);
+void CpuRun(ThreadPool* pool, const NormalisePass& pass);
+void CpuRun(ThreadPool* pool, const DeliverPass& pass);
+void CpuAddDiagonal(ThreadPool* pool, const MatrixView& x, float diagonal, const MatrixView& out);
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_KERNELS_CPU_PASSES_H_

@@ -1,0 +1,171 @@
+#include "kernels/cpu/row_wise.h"
+
+#include <cmath>
+
+#include "kernels/cpu/blocks.h"
+#include "kernels/cpu/passes.h"
+#include "kernels/cpu/scratch.h"
+
+namespace stiefel {
+namespace {
+
+constexpr int kPowerIterations = 12;
+constexpr int64_t kColumnBlock = 256;
+// Longer rows do not fit the second-level cache.
+constexpr int64_t kMaxFusedCols = 1 << 18;
+
+int64_t RowsOfBlock(int64_t cols) { return std::max<int64_t>(1, kBlockElements / cols); }
+
+// length / |x|, 0 for a zero vector.
+double NormFactor(double sum_squares, double length) {
+  return sum_squares == 0 ? 0 : length / std::sqrt(sum_squares);
+}
+
+double RowFactor(const float* row, int64_t cols, double length) {
+  SegmentSums sums = {};
+  ForSegments(0, cols, [&](int64_t i, int64_t n) { BestSegmentKernels().sums(row + i, n, &sums); });
+  return NormFactor(sums.sum_squares, length);
+}
+
+// The whole step for a block of rows, in a buffer of the thread.
+void RunFused(ThreadPool* pool, const RowWisePass& pass) {
+  const int64_t rows = pass.element.gradient->rows(), cols = pass.element.gradient->cols();
+  const int64_t block_rows = RowsOfBlock(cols);
+  const SegmentKernels& kernels = BestSegmentKernels();
+  ForBlocks(pool, CeilDiv(rows, block_rows), pass.element.stats,
+            [&](int64_t block, StepStats* stats) {
+              const int64_t begin = block * block_rows * cols;
+              const int64_t end = std::min(rows * cols, begin + block_rows * cols);
+              auto* u = static_cast<float*>(
+                  ThreadScratch(ScratchUse::kRows, block_rows * cols * sizeof(float)));
+              ElementWorker worker(pass.element);
+              ForSegments(begin, end,
+                          [&](int64_t i, int64_t n) { worker.Run(i, n, u + (i - begin), stats); });
+              for (int64_t row = begin; row < end; row += cols) {
+                const double factor = RowFactor(u + (row - begin), cols, pass.length);
+                ForSegments(row, row + cols, [&](int64_t i, int64_t n) {
+                  float* o = u + (i - begin);
+                  kernels.scale_wide(factor, o, o, n);
+                  DeliverSegment(pass.element.delivery, i, n, o, stats);
+                });
+              }
+            });
+}
+
+// o = u * length / |row| or |column|, in place.
+void NormaliseRows(ThreadPool* pool, int64_t rows, int64_t cols, double length, float* u) {
+  pool->ParallelFor(CeilDiv(rows, RowsOfBlock(cols)), [&](int64_t block) {
+    const int64_t begin = block * RowsOfBlock(cols),
+                  end = std::min(rows, begin + RowsOfBlock(cols));
+    for (int64_t row = begin; row < end; ++row) {
+      const double factor = RowFactor(u + row * cols, cols, length);
+      BestSegmentKernels().scale_wide(factor, u + row * cols, u + row * cols, cols);
+    }
+  });
+}
+
+void NormaliseColumns(ThreadPool* pool, int64_t rows, int64_t cols, double length, float* u,
+                      double* factors) {
+  const SegmentKernels& kernels = BestSegmentKernels();
+  pool->ParallelFor(CeilDiv(cols, kColumnBlock), [&](int64_t block) {
+    const int64_t col = block * kColumnBlock, n = std::min(kColumnBlock, cols - col);
+    std::fill_n(factors + col, n, 0.0);
+    for (int64_t row = 0; row < rows; ++row)
+      kernels.add_squares(u + row * cols + col, factors + col, n);
+    for (int64_t j = col; j < col + n; ++j) factors[j] = NormFactor(factors[j], length);
+  });
+  pool->ParallelFor(CeilDiv(rows, RowsOfBlock(cols)), [&](int64_t block) {
+    const int64_t begin = block * RowsOfBlock(cols),
+                  end = std::min(rows, begin + RowsOfBlock(cols));
+    for (int64_t row = begin; row < end; ++row)
+      kernels.scale_each(factors, u + row * cols, u + row * cols, cols);
+  });
+}
+
+// v <- O^T O v, by rows, the contributions of kSpectralBlocks blocks of rows added in order.
+void ApplyGram(ThreadPool* pool, const float* o, int64_t rows, int64_t cols, double* v,
+               double* parts) {
+  const SegmentKernels& kernels = BestSegmentKernels();
+  const int64_t block_rows = CeilDiv(rows, kSpectralBlocks), blocks = CeilDiv(rows, block_rows);
+  pool->ParallelFor(blocks, [&](int64_t block) {
+    double* part = parts + block * cols;
+    std::fill_n(part, cols, 0.0);
+    const int64_t begin = block * block_rows, end = std::min(rows, begin + block_rows);
+    for (int64_t row = begin; row < end; ++row) {
+      kernels.add_scaled_wide(kernels.dot_wide(o + row * cols, v, cols), o + row * cols, part,
+                              cols);
+    }
+  });
+  std::fill_n(v, cols, 0.0);
+  for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t j = 0; j < cols; ++j) v[j] += parts[block * cols + j];
+  }
+}
+
+double Norm(const double* v, int64_t n) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += v[i] * v[i];
+  return std::sqrt(sum);
+}
+
+// |O|_2 by power iteration from a fixed start without structure; from below, and usually within a
+// few per cent.
+double SpectralNorm(ThreadPool* pool, const float* o, int64_t rows, int64_t cols, double* scratch) {
+  double* v = scratch;
+  double* parts = scratch + cols;
+  uint64_t seed = 0x9E3779B97F4A7C15u;
+  for (int64_t j = 0; j < cols; ++j) {
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    v[j] = static_cast<double>(seed >> 40) / (1 << 24) - 0.5;
+  }
+  double squared = 0;
+  for (int i = 0; i < kPowerIterations; ++i) {
+    const double length = Norm(v, cols);
+    if (!(length > 0)) return 0;
+    for (int64_t j = 0; j < cols; ++j) v[j] /= length;
+    ApplyGram(pool, o, rows, cols, v, parts);
+    squared = Norm(v, cols);
+  }
+  return std::sqrt(squared);
+}
+
+void RunInWorkspace(ThreadPool* pool, const RowWisePass& pass) {
+  const int64_t rows = pass.element.gradient->rows(), cols = pass.element.gradient->cols();
+  float* o = pass.element.direction;
+  StepStats* stats = pass.element.stats;
+  ElementPass momentum = pass.element;
+  momentum.deliver = false;
+  CpuRun(pool, momentum);
+
+  if (pass.by_columns) {
+    NormaliseColumns(pool, rows, cols, pass.length, o, pass.scratch);
+  } else {
+    NormaliseRows(pool, rows, cols, pass.length, o);
+  }
+  if (pass.measure_spectral || pass.spectral_max > 0) {
+    stats->spectral_norm = SpectralNorm(pool, o, rows, cols, pass.scratch);
+    if (pass.spectral_max > 0 && stats->spectral_norm > pass.spectral_max) {
+      const double cap = pass.spectral_max / stats->spectral_norm;
+      pool->ParallelFor(rows, [&](int64_t row) {
+        BestSegmentKernels().scale_wide(cap, o + row * cols, o + row * cols, cols);
+      });
+      stats->spectral_norm = pass.spectral_max;
+    }
+  }
+  CpuRun(pool,
+         DeliverPass{
+             {o, DType::kFp32, rows, cols, 1}, rows, cols, false, pass.element.delivery, stats});
+}
+
+}  // namespace
+
+void RunRowWise(ThreadPool* pool, const RowWisePass& pass) {
+  if (pass.by_columns || pass.measure_spectral || pass.spectral_max > 0 ||
+      pass.element.gradient->cols() > kMaxFusedCols) {
+    RunInWorkspace(pool, pass);
+  } else {
+    RunFused(pool, pass);
+  }
+}
+
+}  // namespace stiefel

@@ -1,0 +1,76 @@
+// The innermost loops: short runs of contiguous elements that are in the first-level cache.
+//
+// One source (segment_kernels.inc) is compiled for several instruction sets, and the best one
+// chosen when the program runs. All give the same bits: sums run in eight fixed lanes of fp64, and
+// nothing is contracted into fused operations.
+#ifndef STIEFEL_KERNELS_CPU_SEGMENT_KERNELS_H_
+#define STIEFEL_KERNELS_CPU_SEGMENT_KERNELS_H_
+
+#include <stdint.h>
+
+namespace stiefel {
+
+// Elements of a segment, at most.
+constexpr int64_t kSegment = 1024;
+
+// As ElementCoefficients of kernels/backend.h, in plain C for files compiled with special flags.
+struct SegmentCoefficients {
+  float clip;
+  float m_keep, m_gain, u_momentum, u_gradient;
+  float v_keep, v_gain, m_correction, v_correction, eps;
+};
+
+struct SegmentSums {
+  double sum_squares;
+  int64_t nonfinite;
+};
+
+// In all: n >= 0 elements, no alignment needed, sums are added to. An output may be the very input
+// of the same type.
+struct SegmentKernels {
+  const char* name;
+  // out = c x
+  void (*scale)(float c, const float* x, float* out, int64_t n);
+  // out = fp32(c x), the product in fp64
+  void (*scale_wide)(double c, const float* x, float* out, int64_t n);
+  // out = fp32(c[i] x[i])
+  void (*scale_each)(const double* c, const float* x, float* out, int64_t n);
+  // sum += x;  sum += c x;  out = a x + y
+  void (*add)(const float* x, float* sum, int64_t n);
+  void (*add_scaled)(float c, const float* x, float* sum, int64_t n);
+  void (*scale_add)(float a, const float* x, const float* y, float* out, int64_t n);
+  // out = bf16(alpha x + beta y), y in bf16 or null
+  void (*round_bf16)(float alpha, const float* x, float beta, const uint16_t* y, uint16_t* out,
+                     int64_t n);
+  // Sum of squares and number of non-finite elements.
+  void (*sums)(const float* x, int64_t n, SegmentSums* sums);
+  // Number of values whose exponent bits (the mask) are all set.
+  int64_t (*count_exponent16)(const uint16_t* x, uint16_t mask, int64_t n);
+  // sums += squares of x, element by element
+  void (*add_squares)(const float* x, double* sums, int64_t n);
+  // <x, v>;  sum += c x
+  double (*dot_wide)(const float* x, const double* v, int64_t n);
+  void (*add_scaled_wide)(double c, const float* x, double* sum, int64_t n);
+  // The element rules of kernels/backend.h. sums: squares of u, and elements where u or new state
+  // is not finite.
+  void (*momentum)(const SegmentCoefficients& k, const float* g, const float* m, float* new_m,
+                   float* u, int64_t n, SegmentSums* sums);
+  void (*lion)(const SegmentCoefficients& k, const float* g, const float* m, float* new_m, float* u,
+               int64_t n, SegmentSums* sums);
+  void (*adam)(const SegmentCoefficients& k, const float* g, const float* m, const float* v,
+               float* new_m, float* new_v, float* u, int64_t n, SegmentSums* sums);
+};
+
+// The best set for this processor.
+const SegmentKernels& BestSegmentKernels();
+
+// Each set that this processor can run, the best first.
+struct SegmentKernelList {
+  const SegmentKernels* sets[3];
+  int count;
+};
+SegmentKernelList RunnableSegmentKernels();
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_KERNELS_CPU_SEGMENT_KERNELS_H_

@@ -1,0 +1,3 @@
+#define STIEFEL_SEGMENT_SET segment_avx2
+#define STIEFEL_SEGMENT_NAME "avx2"
+#include "kernels/cpu/segment_kernels.inc"

@@ -1,0 +1,3 @@
+#define STIEFEL_SEGMENT_SET segment_avx512
+#define STIEFEL_SEGMENT_NAME "avx512"
+#include "kernels/cpu/segment_kernels.inc"
