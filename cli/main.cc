@@ -1,0 +1,18 @@
+// stiefelctl: plans and watches runs.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <string>
+
+#include "absl/status/status.h"
+#include "cli/plan_command.h"
+
+int main(int argc, char** argv) {
+  CLI::App app("Plans and watches Stiefel runs.", "stiefelctl");
+  app.require_subcommand(1);
+  absl::Status result;
+  stiefel::AddPlanCommand(&app, &result);
+  CLI11_PARSE(app, argc, argv);
+  if (result.ok()) return 0;
+  std::fprintf(stderr, "stiefelctl: %s\n", result.ToString().c_str());
+  return 1;
+}

@@ -1,0 +1,157 @@
+#include "cli/plan_command.h"
+
+#include <cstdio>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "cli/plan_report.h"
+#include "common/status.h"
+#include "plan/model.h"
+
+namespace stiefel {
+namespace {
+
+constexpr int64_t kMaxServers = 100000;
+
+absl::Status Check(const PlanCommandOptions& options) {
+  if (options.servers < 1 || options.servers > kMaxServers) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--servers=", options.servers, " is outside 1..", kMaxServers));
+  }
+  if (!options.speeds.empty() && static_cast<int64_t>(options.speeds.size()) != options.servers) {
+    return absl::InvalidArgumentError(absl::StrCat("--speeds gives ", options.speeds.size(),
+                                                   " values for ", options.servers, " servers"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ModelOverrides> Overrides(const PlanCommandOptions& options) {
+  ModelOverrides overrides;
+  overrides.preset = options.preset;
+  for (const std::string& assignment : options.set) {
+    const size_t equals = assignment.find('=');
+    if (equals == std::string::npos || equals == 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--set ", assignment, " is not of the form key=value"));
+    }
+    overrides.options.emplace_back(assignment.substr(0, equals), assignment.substr(equals + 1));
+  }
+  return overrides;
+}
+
+absl::StatusOr<PlanRequest> Request(const PlanCommandOptions& options, const ModelSpec& model) {
+  PlanRequest request;
+  request.matrices = Matrices(model);
+  request.push_copies = options.push_copies;
+  STIEFEL_ASSIGN_OR_RETURN(request.memory.staging, ParseStaging(options.staging));
+  request.memory.weights_mode = options.weights_mode;
+  request.memory.matrices_in_flight = options.matrices_in_flight;
+  request.memory.streams = options.streams_per_trainer * options.machine.trainers;
+  request.memory.window_bytes = static_cast<int64_t>(options.window_bytes);
+  for (int64_t s = 0; s < options.servers; ++s) {
+    ServerSpec server;
+    if (!options.speeds.empty()) server.speed = options.speeds[s];
+    if (options.memory_bytes != 0) server.memory_bytes = static_cast<int64_t>(options.memory_bytes);
+    request.servers.push_back(server);
+  }
+  return request;
+}
+
+void AddModelOptions(CLI::App* command, PlanCommandOptions* options) {
+  command->add_option("model", options->model_path, "JSON list of parameters (see plan/models)")
+      ->required();
+  command->add_option("--preset", options->preset,
+                      "rule of the parameters that name none, instead of the model's default");
+  command->add_option("--set", options->set, "key=value: an option of that rule; may be repeated")
+      ->take_all();
+  command->add_flag("--json", options->json, "one JSON object instead of tables");
+}
+
+void AddServerOptions(CLI::App* command, PlanCommandOptions* options) {
+  command->add_option("--servers", options->servers, "number of servers")->capture_default_str();
+  command->add_option("--speeds", options->speeds, "relative speed of each server")->delimiter(',');
+  command->add_option("--memory", options->memory_bytes, "memory of each server, e.g. 64g")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false));
+  command->add_option("--staging", options->staging, "double or lazy")->capture_default_str();
+  command->add_flag("--weights", options->weights_mode,
+                    "WEIGHTS mode: the server keeps fp32 weights");
+  command->add_option("--in-flight", options->matrices_in_flight, "matrices computed at once")
+      ->check(CLI::Range(0, 1 << 20))
+      ->capture_default_str();
+}
+
+void AddTrainerOptions(CLI::App* command, PlanCommandOptions* options) {
+  command->add_option("--trainers", options->machine.trainers, "number of trainers")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  command->add_option("--copies", options->push_copies, "how many trainers push each element")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  command
+      ->add_option("--streams", options->streams_per_trainer,
+                   "data streams of a trainer to a server")
+      ->check(CLI::Range(0, 1 << 10))
+      ->capture_default_str();
+  command->add_option("--window", options->window_bytes, "bytes under way on a stream, e.g. 8m")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
+      ->check(CLI::Range(uint64_t{0}, uint64_t{1} << 32))
+      ->capture_default_str();
+}
+
+void AddMachineOptions(CLI::App* command, Machine* machine) {
+  const auto positive = CLI::Range(1e-6, 1e30);
+  command->add_option("--flops", machine->flops_per_second, "operations/s of a server")
+      ->check(positive)
+      ->capture_default_str();
+  command->add_option("--memory-rate", machine->memory_bytes_per_second, "its memory, bytes/s")
+      ->check(positive)
+      ->capture_default_str();
+  command->add_option("--network-rate", machine->network_bytes_per_second, "its network, bytes/s")
+      ->check(positive)
+      ->capture_default_str();
+  command
+      ->add_option("--trainer-flops", machine->trainer_flops_per_second,
+                   "operations/s of a trainer")
+      ->check(positive)
+      ->capture_default_str();
+  command
+      ->add_option("--trainer-memory-rate", machine->trainer_memory_bytes_per_second,
+                   "its memory, bytes/s")
+      ->check(positive)
+      ->capture_default_str();
+  command->add_option("--backward", machine->backward_seconds, "seconds of a backward pass")
+      ->check(CLI::Range(0.0, 1e9))
+      ->capture_default_str();
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> PlanReport(const PlanCommandOptions& options) {
+  STIEFEL_RETURN_IF_ERROR(Check(options));
+  STIEFEL_ASSIGN_OR_RETURN(const ModelOverrides overrides, Overrides(options));
+  STIEFEL_ASSIGN_OR_RETURN(const ModelSpec model, ReadModel(options.model_path, overrides));
+  STIEFEL_ASSIGN_OR_RETURN(const PlanRequest request, Request(options, model));
+  STIEFEL_ASSIGN_OR_RETURN(const Plan plan, MakePlan(request));
+  const Explanation explanation = ExplainPlan(request, plan, options.machine);
+  const std::string name = model.name.empty() ? options.model_path : model.name;
+  return options.json ? PlanJson(name, request, plan, options.machine, explanation)
+                      : PlanText(name, request, options.machine, explanation);
+}
+
+void AddPlanCommand(CLI::App* app, absl::Status* result) {
+  CLI::App* command =
+      app->add_subcommand("plan", "who would own what, what it costs, whether it pays");
+  auto options = std::make_shared<PlanCommandOptions>();
+  AddModelOptions(command, options.get());
+  AddServerOptions(command, options.get());
+  AddTrainerOptions(command, options.get());
+  AddMachineOptions(command, &options->machine);
+  command->callback([options, result] {
+    const absl::StatusOr<std::string> report = PlanReport(*options);
+    *result = report.status();
+    if (report.ok()) std::fputs(report->c_str(), stdout);
+  });
+}
+
+}  // namespace stiefel

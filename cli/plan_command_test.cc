@@ -1,0 +1,103 @@
+#include "cli/plan_command.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+namespace stiefel {
+namespace {
+
+using ::testing::HasSubstr;
+
+// As main does: parses the line, runs the command. What it prints goes to *output.
+absl::Status RunCommand(const std::vector<std::string>& arguments, std::string* output) {
+  CLI::App app;
+  absl::Status result;
+  AddPlanCommand(&app, &result);
+  // CLI11 takes them last first.
+  std::vector<std::string> reversed(arguments.rbegin(), arguments.rend());
+  testing::internal::CaptureStdout();
+  try {
+    app.parse(reversed);
+  } catch (const CLI::ParseError& error) {
+    result = absl::InvalidArgumentError(error.what());
+  }
+  *output = testing::internal::GetCapturedStdout();
+  return result;
+}
+
+TEST(PlanCommand, JsonHasThePlanAndItsNumbers) {
+  std::string output;
+  ASSERT_TRUE(RunCommand({"plan", "plan/models/gpt2_124m.json", "--servers=2", "--preset",
+                          "periodic_rowwise_muon", "--set", "period=4", "--set", "lr=0.01",
+                          "--staging=lazy", "--trainers=3", "--streams=2", "--window=1m", "--json"},
+                         &output)
+                  .ok());
+  const nlohmann::json json = nlohmann::json::parse(output);
+  EXPECT_EQ(json["model"], "gpt2_124m");
+  EXPECT_EQ(json["parameters"], 124439808);
+  ASSERT_EQ(json["servers"].size(), 2);
+  EXPECT_EQ(json["cycle"].size(), 4);
+  ASSERT_EQ(json["matrices"].size(), 148);
+  int64_t parameters = 0;
+  for (const auto& server : json["servers"]) {
+    parameters += server["parameters"].get<int64_t>();
+    EXPECT_EQ(server["staged_bytes"], 0);
+    EXPECT_EQ(server["stream_bytes"], 3 * 2 << 20);
+    int64_t sum = 0;
+    for (const char* part : {"state_bytes", "staged_bytes", "weights_bytes", "push_bytes",
+                             "payload_bytes", "workspace_bytes", "stream_bytes"}) {
+      sum += server[part].get<int64_t>();
+    }
+    EXPECT_EQ(server["total_bytes"], sum);
+  }
+  EXPECT_EQ(parameters, 124439808);
+  EXPECT_EQ(json["pull_bytes_per_step"], 3.0 * 2 * 124439808);
+  EXPECT_THAT(json["matrices"][4]["rule"].get<std::string>(), HasSubstr("lr=0.01"));
+}
+
+TEST(PlanCommand, TextExplainsItself) {
+  std::string output;
+  ASSERT_TRUE(RunCommand({"plan", "plan/models/llama3_8b.json", "--servers=8"}, &output).ok());
+  for (const char* part :
+       {"llama3_8b: 291 matrices, 8.03 G parameters on 8 servers", "bytes/param", "max/mean",
+        "dearest matrix", "exposed time per step", "servers that hide all of it",
+        "the same rules inside each trainer", "pay"}) {
+    EXPECT_THAT(output, HasSubstr(part));
+  }
+}
+
+TEST(PlanCommand, RefusesWithTheReason) {
+  const std::string model = "plan/models/gpt2_124m.json";
+  const struct {
+    std::vector<std::string> arguments;
+    absl::StatusCode code;
+    const char* part;
+  } cases[] = {
+      {{"plan", model, "--servers=0"}, absl::StatusCode::kInvalidArgument, "--servers=0"},
+      {{"plan", model, "--servers=two"}, absl::StatusCode::kInvalidArgument, "two"},
+      {{"plan", model, "--servers=2", "--speeds=1,2,3"},
+       absl::StatusCode::kInvalidArgument,
+       "3 values"},
+      {{"plan", model, "--servers=2", "--speeds=1,-2"}, absl::StatusCode::kInvalidArgument, "-2"},
+      {{"plan", model, "--set", "lr"}, absl::StatusCode::kInvalidArgument, "key=value"},
+      {{"plan", model, "--set", "period=0"}, absl::StatusCode::kInvalidArgument, "period"},
+      {{"plan", model, "--preset", "moun"}, absl::StatusCode::kInvalidArgument, "muon"},
+      {{"plan", model, "--staging=eager"}, absl::StatusCode::kInvalidArgument, "eager"},
+      {{"plan", model, "--memory=1m"}, absl::StatusCode::kResourceExhausted, "1048576"},
+      {{"plan", "none.json"}, absl::StatusCode::kNotFound, "none.json"},
+      {{"plan"}, absl::StatusCode::kInvalidArgument, "model"},
+  };
+  for (const auto& bad : cases) {
+    std::string output;
+    const absl::Status status = RunCommand(bad.arguments, &output);
+    EXPECT_EQ(status.code(), bad.code) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(bad.part));
+    EXPECT_EQ(output, "");
+  }
+}
+
+}  // namespace
+}  // namespace stiefel
