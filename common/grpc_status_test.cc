@@ -20,7 +20,7 @@ TEST(GrpcStatus, CodesOutOfRangeBecomeUnknown) {
     EXPECT_EQ(ToGrpcStatus(absl::Status(static_cast<absl::StatusCode>(code), "x")).error_code(),
               grpc::StatusCode::UNKNOWN);
   }
-  // gRPC's enumeration has no fixed type: values beyond its bits would not be defined in the test itself.
+  // gRPC's enumeration has no fixed type: values beyond its bits are undefined in the test itself.
   for (int code : {-1, 17, 31}) {
     EXPECT_EQ(FromGrpcStatus(grpc::Status(static_cast<grpc::StatusCode>(code), "x")),
               absl::UnknownError("x"));
