@@ -81,8 +81,8 @@ void LeaderMachine::OnRecord(int32_t server, const v1::TakeOverResponse& record,
                              LeaderSends* sends) {
   if (records_[server] || records_missing_ == 0) return;
   records_[server] = record;
-  --records_missing_;
-  if (records_missing_ == 0 || !policy_.take_over_all) CompleteFound(sends);
+  records_missing_ = policy_.take_over_all ? records_missing_ - 1 : 0;
+  if (records_missing_ == 0) CompleteFound(sends);
 }
 
 // Rule 13: a decision found anywhere goes to all; so does a Rescale; otherwise the same sealed
@@ -166,7 +166,7 @@ void LeaderMachine::OnServerUp(int32_t server, LeaderSends* sends) {
 }
 
 void LeaderMachine::TryDecide(LeaderSends* sends) {
-  if (records_missing_ > 0 && policy_.take_over_all) return;
+  if (records_missing_ > 0) return;
   if (outstanding_ && policy_.one_decision) return;
   for (auto& [key, open] : open_) {
     std::optional<v1::Decide> decision = Judge(key, &open, sends);

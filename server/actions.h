@@ -53,7 +53,9 @@ struct Publish {
 };
 
 // The rank joined or connected again: send it the deltas (weights) of the kept step unless it has
-// applied that step, and what the open attempt has computed.
+// applied that step (RankState::applied), and what the open attempt has computed. A rank that
+// joined with nothing (RankState::needs_weights) gets, before these, chunks of type WEIGHTS_AT with
+// the weights after RunMachine::consumed_step, once they are ready; Finish comes first.
 struct Resend {
   int32_t rank;
 };

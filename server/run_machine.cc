@@ -47,6 +47,7 @@ RunMachine::RunMachine(std::shared_ptr<const RunSpec> spec, int64_t now, Protoco
   consumed_ = spec_->opened().start_step() - 1;
   for (RankState& rank : ranks_) rank.applied = consumed_;
   weights_ready_ = !spec_->weights_mode();
+  ranks_[0].lease_end = now + spec_->lease();
   last_tick_ = now;
   release_at_ = now + spec_->takeover_timeout();
   ResetAttempt(consumed_ + 1, 0);

@@ -19,6 +19,7 @@
 #define STIEFEL_SERVER_RUN_MACHINE_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -103,6 +104,11 @@ class RunMachine {
   // everywhere here.
   RunMachine(std::shared_ptr<const RunSpec> spec, int64_t now, ProtocolPolicy policy = {});
 
+  // Asked once all ranks have joined and cover everything, before any join is answered: whether the
+  // host can take the declared blocks. Its refusal is every join's answer.
+  using Admission = std::function<absl::Status(const std::vector<RankState>& ranks)>;
+  void set_admission(Admission admission) { admission_ = std::move(admission); }
+
   // ---- calls
 
   // Rule 12. ALREADY_EXISTS while the old leader lives; FAILED_PRECONDITION for a smaller
@@ -126,11 +132,17 @@ class RunMachine {
 
   // ---- data streams. A non-OK status ends the stream and changes nothing.
   absl::Status OnDataUp(const v1::Sender& sender, int64_t now, Actions* actions);
-  // REQUIRES: the verdict kPlace is followed by exactly one OnPlaced when the copy has ended.
+  // REQUIRES: the verdict kPlace is followed by exactly one OnPlaced or OnPieceLost when the copy
+  // has ended.
   absl::StatusOr<PieceVerdict> OnPiece(const v1::ChunkHeader& header, const v1::Piece& piece,
                                        int64_t now);
   void OnPlaced(const v1::ChunkHeader& header, const v1::Piece& piece, int64_t now,
                 Actions* actions);
+  // The bytes did not match the piece's checksum: as if it had not come.
+  void OnPieceLost(const v1::ChunkHeader& header, const v1::Piece& piece);
+  // Whether the sender is the living incarnation of a rank that joined. FAILED_PRECONDITION
+  // otherwise.
+  absl::Status CheckTrainer(const v1::Sender& sender) const;
 
   // ---- the engine. `failure` non-OK: the matrix could not be computed at all.
   void OnComputed(int64_t step, int32_t attempt, int32_t round, const v1::Vote::Matrix& result,
@@ -237,6 +249,7 @@ class RunMachine {
 
   std::shared_ptr<const RunSpec> spec_;
   ProtocolPolicy policy_;
+  Admission admission_;
   int64_t epoch_ = 0;
 
   Incarnation leader_;

@@ -17,7 +17,9 @@ constexpr int64_t kLateTickMicros = 1000000;
 
 bool RunMachine::Live(int32_t rank, int64_t now) const {
   const RankState& state = ranks_[rank];
-  return state.joined && !state.streams_closed && now < state.lease_end;
+  // The leader lives from OpenRun or TakeOver on, before it joins.
+  return (state.joined || (rank == 0 && !state.closed)) && !state.streams_closed &&
+         now < state.lease_end;
 }
 
 bool RunMachine::AnyLive(int64_t now) const {
@@ -286,6 +288,7 @@ void RunMachine::AnswerReadyJoins(int64_t now, Actions* actions) {
   absl::Status covered;
   if (!all_joined_once_) {
     covered = CheckCoverage();
+    if (covered.ok() && admission_) covered = admission_(ranks_);
     if (covered.ok()) {
       all_joined_once_ = true;
       FixPushers();
@@ -337,6 +340,13 @@ absl::Status RunMachine::OnDataUp(const v1::Sender& sender, int64_t now, Actions
   return absl::OkStatus();
 }
 
+absl::Status RunMachine::CheckTrainer(const v1::Sender& sender) const {
+  STIEFEL_RETURN_IF_ERROR(CheckSender(sender));
+  if (ranks_[sender.rank()].joined) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("rank ", sender.rank(), " has not joined; join the run first"));
+}
+
 void RunMachine::OnLeaseEnd(int32_t rank, int64_t now) { ranks_[rank].lease_end = now; }
 
 void RunMachine::OnTick(int64_t now, Actions* actions) {
@@ -368,8 +378,14 @@ void RunMachine::OnTick(int64_t now, Actions* actions) {
   }
   pending_joins_ = std::move(waiting);
   if (attempt_.deadline != 0 && now >= attempt_.deadline) OnStepDeadline(now, actions);
+  const bool any_closed =
+      std::any_of(ranks_.begin(), ranks_.end(), [](const RankState& rank) { return rank.closed; });
   if (AnyLive(now)) {
     release_at_ = 0;
+  } else if (any_closed) {
+    return EndRun(absl::StrCat("run \"", spec_->opened().name(), "\" ended after step ", consumed_,
+                               ": every rank has left or lost its lease"),
+                  actions);
   } else if (release_at_ == 0) {
     release_at_ = now + (policy_.release_timeout ? spec_->takeover_timeout() : 0);
   }

@@ -28,11 +28,11 @@ bool Finite(double value) { return std::isfinite(value); }
 
 absl::Status CheckCommonFields(const v1::CommonFields& common) {
   for (const auto& [group, fields] : common.groups()) {
-    if ((fields.has_lr() && !Finite(fields.lr())) ||
-        (fields.has_weight_decay() && !Finite(fields.weight_decay()))) {
+    if (!(fields.lr() >= 0) || !Finite(fields.lr()) || !(fields.weight_decay() >= 0) ||
+        !Finite(fields.weight_decay())) {
       return absl::InvalidArgumentError(absl::StrCat("group ", group, ": lr ", fields.lr(),
                                                      " or weight_decay ", fields.weight_decay(),
-                                                     " is not finite"));
+                                                     " is not finite and >= 0"));
     }
     if (fields.has_beta() && !(fields.beta() >= 0 && fields.beta() < 1)) {
       return absl::InvalidArgumentError(
@@ -333,6 +333,12 @@ void RunMachine::OnPlaced(const v1::ChunkHeader& header, const v1::Piece& piece,
   MaybeVote(actions);
 }
 
+void RunMachine::OnPieceLost(const v1::ChunkHeader& header, const v1::Piece& piece) {
+  if (header.step() != attempt_.step || header.attempt() != attempt_.attempt) return;
+  attempt_.ranks[header.sender().rank()].arrivals.Unreserve(piece.block(), piece.part(),
+                                                            piece.offset(), piece.count());
+}
+
 void RunMachine::OnArrivedQuery(int32_t rank, const v1::ArrivedQuery& query,
                                 Actions* actions) const {
   v1::ServerMessage message;
@@ -467,7 +473,11 @@ void RunMachine::OnEndPush(int32_t rank, const v1::EndPush& end, int64_t now, Ac
         end.step(), end.attempt(), false, actions);
   }
   if (key > open || (key == open && !part.begun)) {
-    if (policy_.hold_ahead) state.held_end = end;
+    if (policy_.hold_ahead &&
+        (!state.held_end ||
+         std::make_pair(state.held_end->step(), state.held_end->attempt()) < key)) {
+      state.held_end = end;
+    }
     return;
   }
   if (key < open && policy_.match_names) return;  // its BeginStep was answered with the outcome
@@ -569,6 +579,7 @@ void RunMachine::OnRescale(const v1::Rescale& rescale, Actions* actions) {
   attempt_.scale = rescale.scale();
   for (const int32_t matrix : spec_->owned()) {
     MatrixProgress& progress = attempt_.matrices[matrix];
+    if (progress.result.absent()) actions->push_back(action::Publish{matrix});  // as of round 1
     if (progress.result.absent() || progress.result.nonfinite_gradient() > 0)
       continue;  // nothing to compute again
     progress.state = MatrixProgress::State::kWaiting;
@@ -647,6 +658,11 @@ void RunMachine::Record(const v1::Decide& decision, int64_t now, Actions* action
   }
   for (int32_t rank = 0; rank < static_cast<int32_t>(ranks_.size()); ++rank)
     SendDecided(rank, decision, actions);
+  // A rank without weights waits for those of the newest decided step.
+  for (int32_t rank = 0; rank < static_cast<int32_t>(ranks_.size()); ++rank) {
+    if (decision.outcome() != v1::DROP && ranks_[rank].joined && ranks_[rank].needs_weights)
+      actions->push_back(action::Resend{rank});
+  }
   AnswerReadyJoins(now, actions);
   ReplayHeld(now, actions);
 }

@@ -1,0 +1,299 @@
+#include "client/leader_machine.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+namespace stiefel {
+namespace {
+
+v1::Vote MakeVote(int64_t step, int32_t attempt, int32_t matrix, double sum_squares,
+                  int32_t round = 0) {
+  v1::Vote vote;
+  vote.set_step(step);
+  vote.set_attempt(attempt);
+  vote.set_round(round);
+  v1::Vote::Matrix* entry = vote.add_matrices();
+  entry->set_matrix(matrix);
+  entry->set_sum_squares(sum_squares);
+  for (int rank = 0; rank < 2; ++rank) {
+    *vote.add_summed() = Incarnation(1, 100 + rank).ToProto();
+    vote.add_local_sum_squares(0);
+    vote.add_local_finite(true);
+  }
+  vote.set_commit(v1::WHOLE_STEP);
+  return vote;
+}
+
+v1::DecideAck Ack(int64_t step, int32_t attempt = 0) {
+  v1::DecideAck ack;
+  ack.set_step(step);
+  ack.set_attempt(attempt);
+  return ack;
+}
+
+// The decision sent to each of `servers`, which must be one and the same; fails the test otherwise.
+v1::Decide TheDecision(const LeaderSends& sends, size_t servers = 2) {
+  EXPECT_EQ(sends.size(), servers);
+  v1::Decide decision;
+  for (const LeaderSend& send : sends) {
+    EXPECT_TRUE(send.message.has_decide());
+    decision = send.message.decide();
+    EXPECT_EQ(decision.SerializeAsString(), sends[0].message.decide().SerializeAsString());
+  }
+  return decision;
+}
+
+TEST(LeaderMachine, CommitsWhenAllServersVoted) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  leader.OnVote(1, MakeVote(1, 0, 1, 9), &sends);
+  leader.OnVote(1, MakeVote(1, 0, 1, 9), &sends);  // again
+  EXPECT_TRUE(sends.empty());
+  EXPECT_EQ(leader.Awaited(), "vote of server 0 on step 1");
+  leader.OnVote(0, MakeVote(1, 0, 0, 16), &sends);
+  const v1::Decide decision = TheDecision(sends);
+  EXPECT_EQ(decision.outcome(), v1::COMMIT);
+  EXPECT_EQ(decision.grad_norm(), 5);
+  EXPECT_EQ(leader.Awaited(), "server 0 to record the decision on step 1");
+}
+
+TEST(LeaderMachine, NormIsSummedInRegistrationOrderAndCountsLocalSumsOnce) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  v1::Vote a = MakeVote(1, 0, 1, 1);
+  v1::Vote b = MakeVote(1, 0, 0, 1e16);
+  for (v1::Vote* vote : {&a, &b}) vote->set_local_sum_squares(1, 3);
+  leader.OnVote(0, a, &sends);
+  leader.OnVote(1, b, &sends);
+  EXPECT_EQ(TheDecision(sends).grad_norm(), std::sqrt(1e16 + 1.0 + 3.0));
+}
+
+TEST(LeaderMachine, OneDecisionAtATime) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  for (int server = 0; server < 2; ++server)
+    leader.OnVote(server, MakeVote(1, 0, server, 1), &sends);
+  leader.OnDecideAck(0, Ack(1), &sends);
+  sends.clear();
+  for (int server = 0; server < 2; ++server)
+    leader.OnVote(server, MakeVote(2, 0, server, 1), &sends);
+  EXPECT_TRUE(sends.empty()) << "server 1 has not acknowledged step 1";
+  leader.OnDecideAck(1, Ack(2), &sends);  // of another step
+  EXPECT_TRUE(sends.empty());
+  leader.OnDecideAck(1, Ack(1), &sends);
+  EXPECT_EQ(TheDecision(sends).step(), 2);
+}
+
+TEST(LeaderMachine, DropOfOneServerDropsAtOnce) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  v1::Drop drop;
+  drop.set_step(1);
+  drop.set_reason("rank 1 is gone");
+  leader.OnDrop(1, drop, &sends);
+  EXPECT_EQ(TheDecision(sends).outcome(), v1::DROP);
+  EXPECT_EQ(TheDecision(sends).reason(), "rank 1 is gone");
+  sends.clear();
+  leader.OnVote(0, MakeVote(1, 0, 0, 1), &sends);  // late
+  EXPECT_TRUE(sends.empty());
+}
+
+TEST(LeaderMachine, VotesThatSummedTwoLivesOfARankAreDropped) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  leader.OnVote(0, MakeVote(1, 0, 0, 1), &sends);
+  v1::Vote other = MakeVote(1, 0, 1, 1);
+  *other.mutable_summed(1) = Incarnation(2, 7).ToProto();
+  leader.OnVote(1, other, &sends);
+  EXPECT_EQ(TheDecision(sends).outcome(), v1::DROP);
+  EXPECT_NE(TheDecision(sends).reason().find("rank 1"), std::string::npos);
+}
+
+TEST(LeaderMachine, NonFiniteSkipsTheStepOrOnlyTheMatrix) {
+  for (const bool per_matrix : {false, true}) {
+    LeaderMachine leader = LeaderMachine::Opened(2, 1);
+    LeaderSends sends;
+    for (int server = 0; server < 2; ++server) {
+      v1::Vote vote = MakeVote(1, 0, server, 4);
+      if (server == 1) {
+        vote.mutable_matrices(0)->set_nonfinite_gradient(3);
+        vote.mutable_matrices(0)->set_explanation("3 non-finite elements in m1 from rank 1");
+        vote.mutable_matrices(0)->set_sum_squares(INFINITY);
+      }
+      vote.set_commit(per_matrix ? v1::PER_MATRIX : v1::WHOLE_STEP);
+      leader.OnVote(server, vote, &sends);
+    }
+    const v1::Decide decision = TheDecision(sends);
+    EXPECT_EQ(decision.outcome(), per_matrix ? v1::COMMIT : v1::SKIP);
+    EXPECT_EQ(decision.skipped_matrices_size(), per_matrix ? 1 : 0);
+    EXPECT_EQ(decision.grad_norm(), 2) << "a non-finite matrix is left out of the norm";
+    EXPECT_NE(decision.reason().find("from rank 1"), std::string::npos);
+  }
+}
+
+TEST(LeaderMachine, NonFiniteLocalGradientNamesTheRank) {
+  LeaderMachine leader = LeaderMachine::Opened(1, 1);
+  LeaderSends sends;
+  v1::Vote vote = MakeVote(1, 0, 0, 4);
+  vote.set_local_finite(1, false);
+  leader.OnVote(0, vote, &sends);
+  EXPECT_EQ(TheDecision(sends, 1).outcome(), v1::SKIP);
+  EXPECT_NE(TheDecision(sends, 1).reason().find("rank 1"), std::string::npos);
+}
+
+TEST(LeaderMachine, ClipsByASecondRound) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  for (int server = 0; server < 2; ++server) {
+    v1::Vote vote = MakeVote(1, 0, server, server == 0 ? 9 : 16);
+    vote.set_max_grad_norm(2.5);
+    leader.OnVote(server, vote, &sends);
+  }
+  ASSERT_EQ(sends.size(), 2u);
+  EXPECT_EQ(sends[0].message.rescale().scale(), 0.5);
+  sends.clear();
+  leader.OnServerUp(1, &sends);  // rule 10
+  ASSERT_EQ(sends.size(), 1u);
+  EXPECT_TRUE(sends[0].message.has_rescale());
+  sends.clear();
+  for (int server = 0; server < 2; ++server) {
+    v1::Vote vote = MakeVote(1, 0, server, server == 0 ? 9 : 16, 1);
+    vote.set_max_grad_norm(2.5);
+    EXPECT_TRUE(sends.empty());
+    leader.OnVote(server, vote, &sends);
+  }
+  EXPECT_EQ(TheDecision(sends).round(), 1);
+  EXPECT_EQ(TheDecision(sends).grad_norm(), 5) << "the norm before clipping";
+}
+
+TEST(LeaderMachine, AFailedRoundOneIsDropped) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  for (int server = 0; server < 2; ++server) {
+    v1::Vote vote = MakeVote(1, 0, server, 16);
+    vote.set_max_grad_norm(1);
+    leader.OnVote(server, vote, &sends);
+  }
+  sends.clear();
+  v1::Vote failed = MakeVote(1, 0, 1, 16, 1);
+  failed.set_failed(true);
+  failed.set_failure("no workspace");
+  leader.OnVote(1, failed, &sends);
+  EXPECT_EQ(TheDecision(sends).outcome(), v1::DROP);
+  EXPECT_EQ(TheDecision(sends).reason(), "no workspace");
+}
+
+// Rule 10.
+TEST(LeaderMachine, SendsAgainWhatAServerHasNotAcknowledged) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  for (int server = 0; server < 2; ++server)
+    leader.OnVote(server, MakeVote(1, 0, server, 1), &sends);
+  leader.OnDecideAck(0, Ack(1), &sends);
+  sends.clear();
+  leader.OnServerUp(0, &sends);
+  EXPECT_TRUE(sends.empty());
+  leader.OnServerUp(1, &sends);
+  ASSERT_EQ(sends.size(), 1u);
+  EXPECT_EQ(sends[0].server, 1);
+}
+
+v1::TakeOverResponse Record(int64_t consumed, int64_t open_step, int32_t open_attempt) {
+  v1::TakeOverResponse record;
+  record.set_consumed_step(consumed);
+  record.set_open_step(open_step);
+  record.set_open_attempt(open_attempt);
+  if (consumed > 0) {
+    record.mutable_last_consumed()->set_step(consumed);
+    record.mutable_last_consumed()->set_outcome(v1::COMMIT);
+    *record.mutable_last_attempt() = record.last_consumed();
+  }
+  return record;
+}
+
+// Rules 12 and 13.
+TEST(LeaderMachineTakeOver, CompletesADecisionFoundOnOneServer) {
+  LeaderMachine leader = LeaderMachine::TakingOver(2);
+  LeaderSends sends;
+  v1::TakeOverResponse behind = Record(0, 1, 0);
+  *behind.mutable_vote_round0() = MakeVote(1, 0, 1, 1);
+  leader.OnRecord(1, behind, &sends);
+  EXPECT_TRUE(sends.empty());
+  EXPECT_FALSE(leader.ready());
+  EXPECT_EQ(leader.Awaited(), "TakeOver answers of 1 servers, first 0");
+  leader.OnRecord(0, Record(1, 2, 0), &sends);
+  EXPECT_EQ(TheDecision(sends).step(), 1);
+  EXPECT_FALSE(leader.ready());
+  leader.OnDecideAck(0, Ack(1), &sends);
+  leader.OnDecideAck(1, Ack(1), &sends);
+  EXPECT_TRUE(leader.ready());
+}
+
+TEST(LeaderMachineTakeOver, CompletesTheNewestOfSeveral) {
+  LeaderMachine leader = LeaderMachine::TakingOver(2);
+  LeaderSends sends;
+  leader.OnRecord(0, Record(1, 2, 0), &sends);
+  v1::TakeOverResponse ahead = Record(1, 2, 1);
+  ahead.mutable_last_attempt()->set_step(2);
+  ahead.mutable_last_attempt()->set_outcome(v1::DROP);
+  leader.OnRecord(1, ahead, &sends);
+  EXPECT_EQ(TheDecision(sends).outcome(), v1::DROP);
+  EXPECT_EQ(TheDecision(sends).step(), 2);
+}
+
+TEST(LeaderMachineTakeOver, JudgesSealedVotesAfresh) {
+  LeaderMachine leader = LeaderMachine::TakingOver(2);
+  LeaderSends sends;
+  for (int server = 0; server < 2; ++server) {
+    v1::TakeOverResponse record = Record(1, 2, 0);
+    *record.mutable_vote_round0() = MakeVote(2, 0, server, 1);
+    leader.OnRecord(server, record, &sends);
+  }
+  EXPECT_EQ(TheDecision(sends).step(), 1) << "what is recorded comes first";
+  sends.clear();
+  leader.OnDecideAck(0, Ack(1), &sends);
+  leader.OnDecideAck(1, Ack(1), &sends);
+  EXPECT_EQ(TheDecision(sends).step(), 2);
+  EXPECT_EQ(TheDecision(sends).outcome(), v1::COMMIT);
+}
+
+TEST(LeaderMachineTakeOver, CompletesARescaleWithTheSameScale) {
+  LeaderMachine leader = LeaderMachine::TakingOver(2);
+  LeaderSends sends;
+  for (int server = 0; server < 2; ++server) {
+    v1::TakeOverResponse record = Record(0, 1, 0);
+    *record.mutable_vote_round0() = MakeVote(1, 0, server, 1);
+    record.mutable_vote_round0()->set_max_grad_norm(1);
+    if (server == 1) {
+      record.mutable_rescale()->set_step(1);
+      record.mutable_rescale()->set_scale(0.125);
+    }
+    leader.OnRecord(server, record, &sends);
+  }
+  ASSERT_EQ(sends.size(), 2u);
+  EXPECT_EQ(sends[0].message.rescale().scale(), 0.125);
+  EXPECT_EQ(sends[1].message.rescale().scale(), 0.125);
+}
+
+TEST(LeaderMachineTakeOver, ARecordCountsOnce) {
+  LeaderMachine leader = LeaderMachine::TakingOver(2);
+  LeaderSends sends;
+  leader.OnRecord(0, Record(0, 1, 0), &sends);
+  leader.OnRecord(0, Record(0, 1, 0), &sends);
+  EXPECT_FALSE(leader.ready());
+  leader.OnRecord(1, Record(0, 1, 0), &sends);
+  EXPECT_TRUE(leader.ready()) << "nothing to complete in a run without a decision";
+}
+
+TEST(LeaderMachine, CanonicalBytesTellStatesApart) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  const LeaderMachine copy = leader;
+  LeaderSends sends;
+  leader.OnVote(0, MakeVote(1, 0, 0, 1), &sends);
+  EXPECT_NE(leader.CanonicalBytes(), copy.CanonicalBytes());
+  EXPECT_EQ(copy.CanonicalBytes(), LeaderMachine::Opened(2, 1).CanonicalBytes());
+}
+
+}  // namespace
+}  // namespace stiefel

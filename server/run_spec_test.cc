@@ -1,0 +1,146 @@
+#include "server/run_spec.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+
+#include "server/run_machine_testing.h"
+
+namespace stiefel {
+namespace {
+
+using testing::JoinRequest;
+using testing::OpenRequest;
+using testing::RunShape;
+
+TEST(RunSpec, ResolvesNamesOwnersAndDefaults) {
+  RunShape shape;
+  shape.servers = 2;
+  shape.matrices = 3;
+  v1::OpenRunRequest request = OpenRequest(shape, 1);
+  request.mutable_parameters(1)->set_push_dtype(v1::BF16);
+  request.mutable_parameters(2)->set_reduce(v1::SUM);
+  request.mutable_parameters(0)->clear_shape();
+  request.mutable_parameters(0)->add_shape(4);
+  const auto spec = RunSpec::Create(request);
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  EXPECT_EQ((*spec)->owned(), std::vector<int32_t>{1});
+  EXPECT_EQ((*spec)->matrices()[0].rows, 1);
+  EXPECT_EQ((*spec)->matrices()[0].cols, 4);
+  EXPECT_EQ((*spec)->matrices()[1].pull_dtype, DType::kBf16);
+  EXPECT_TRUE((*spec)->matrices()[1].mean);
+  EXPECT_FALSE((*spec)->matrices()[2].mean);
+  EXPECT_EQ((*spec)->step_timeout(), 60000000);
+  EXPECT_EQ((*spec)->lease(), 15000000);
+  EXPECT_EQ((*spec)->takeover_timeout(), 300000000);
+}
+
+struct BadOpen {
+  const char* what;
+  std::function<void(v1::OpenRunRequest*)> change;
+  const char* message;  // a part that carries the numbers
+  absl::StatusCode code = absl::StatusCode::kInvalidArgument;
+};
+
+TEST(RunSpec, RefusesWhatIsWrongWithTheNumbersInTheMessage) {
+  const std::vector<BadOpen> cases = {
+      {"name", [](auto* r) { r->clear_name(); }, "name of 0 bytes"},
+      {"uid", [](auto* r) { r->set_run_uid(0); }, "run_uid is 0"},
+      {"world", [](auto* r) { r->set_world_size(0); }, "world_size 0"},
+      {"world max", [](auto* r) { r->set_world_size(1 << 20); }, "world_size 1048576"},
+      {"start", [](auto* r) { r->set_start_step(0); }, "start_step 0"},
+      {"mode", [](auto* r) { r->clear_update_mode(); }, "update_mode 0"},
+      {"leader", [](auto* r) { r->clear_leader(); }, "generation 0"},
+      {"none", [](auto* r) { r->clear_parameters(); }, "0 parameters"},
+      {"phases", [](auto* r) { r->add_phases(0); }, "3 phases"},
+      {"owner", [](auto* r) { r->set_owners(1, 5); }, "5"},
+      {"index", [](auto* r) { r->set_server_index(3); }, "3"},
+      {"phase", [](auto* r) { r->set_phases(0, 1); }, "phase 1"},
+      {"twice", [](auto* r) { r->mutable_parameters(1)->set_name("m0"); }, "m0"},
+      {"3-D", [](auto* r) { r->mutable_parameters(0)->add_shape(2); }, "3 dimensions"},
+      {"zero", [](auto* r) { r->mutable_parameters(0)->set_shape(0, 0); }, "0"},
+      {"negative", [](auto* r) { r->mutable_parameters(0)->set_shape(1, -4); }, "-4"},
+      // CASES D16: sizes that overflow.
+      {"overflow",
+       [](auto* r) {
+         r->mutable_parameters(0)->set_shape(0, int64_t{1} << 40);
+         r->mutable_parameters(0)->set_shape(1, int64_t{1} << 40);
+       },
+       "1099511627776"},
+      {"preset", [](auto* r) { r->mutable_parameters(0)->mutable_rule()->set_preset("moun"); },
+       "moun"},
+      {"K 0",
+       [](auto* r) {
+         r->mutable_parameters(0)->mutable_rule()->set_preset("muon");
+         r->mutable_parameters(0)->mutable_rule()->set_period(0);
+       },
+       "period"},
+      {"timeout", [](auto* r) { r->set_step_timeout_seconds(0); }, "step_timeout_seconds = 0"},
+      {"nan", [](auto* r) { r->set_lease_seconds(std::nan("")); }, "lease_seconds"},
+      {"version", [](auto* r) { r->set_protocol_version(9); }, "protocol 9",
+       absl::StatusCode::kFailedPrecondition},
+  };
+  for (const BadOpen& bad : cases) {
+    RunShape shape;
+    shape.matrices = 2;
+    v1::OpenRunRequest request = OpenRequest(shape);
+    bad.change(&request);
+    const auto spec = RunSpec::Create(request);
+    ASSERT_FALSE(spec.ok()) << bad.what;
+    if (bad.code != absl::StatusCode::kInvalidArgument) {
+      EXPECT_EQ(spec.status().code(), bad.code) << bad.what;
+    } else {
+      EXPECT_TRUE(absl::IsInvalidArgument(spec.status()) || absl::IsNotFound(spec.status()))
+          << bad.what << " " << spec.status();
+    }
+    EXPECT_NE(spec.status().message().find(bad.message), std::string::npos)
+        << bad.what << ": " << spec.status();
+  }
+}
+
+TEST(RunSpec, BlocksAreCheckedAgainstTheirMatrix) {
+  RunShape shape;
+  const auto spec = *RunSpec::Create(OpenRequest(shape));
+  const auto change = [&](const std::function<void(v1::JoinRunRequest*)>& edit) {
+    v1::JoinRunRequest request = JoinRequest(shape, 0, Incarnation(1, 1));
+    edit(&request);
+    const auto push = spec->ResolvePush(request);
+    return push.ok() ? spec->ResolvePull(request).status() : push.status();
+  };
+  EXPECT_TRUE(change([](auto*) {}).ok());
+  EXPECT_FALSE(change([](auto* r) { r->mutable_push(0)->mutable_rect()->set_col_end(5); }).ok());
+  EXPECT_FALSE(change([](auto* r) { r->mutable_pull(0)->mutable_rect()->set_col_begin(-1); }).ok());
+  EXPECT_FALSE(change([](auto* r) { r->mutable_push(0)->set_parts(0); }).ok());
+  EXPECT_FALSE(change([](auto* r) { r->mutable_push(0)->set_reduce_group(-2); }).ok());
+  EXPECT_TRUE(absl::IsNotFound(change([](auto* r) { r->mutable_push(0)->set_parameter("m9"); })));
+}
+
+TEST(RunSpec, OneRankPushesAnElementOncePerReduceGroup) {
+  RunShape shape;
+  const auto spec = *RunSpec::Create(OpenRequest(shape));
+  v1::JoinRunRequest request = JoinRequest(shape, 0, Incarnation(1, 1));
+  *request.add_push() = request.push(0);
+  const auto overlap = spec->ResolvePush(request);
+  ASSERT_FALSE(overlap.ok());
+  EXPECT_NE(overlap.status().message().find("m0"), std::string::npos) << overlap.status();
+  request.mutable_push(1)->set_reduce_group(3);
+  EXPECT_TRUE(spec->ResolvePush(request).ok());
+}
+
+// CASES B7: one name, two rules.
+TEST(RunSpec, AParameterKnownOtherwiseIsRefusedWithBothValues) {
+  RunShape shape;
+  const auto spec = *RunSpec::Create(OpenRequest(shape));
+  v1::JoinRunRequest request = JoinRequest(shape, 1, Incarnation(1, 1));
+  *request.add_parameters() = OpenRequest(shape).parameters(0);
+  EXPECT_TRUE(spec->CheckParameters(request).ok());
+  request.mutable_parameters(0)->mutable_rule()->set_preset("adamw");
+  const absl::Status refused = spec->CheckParameters(request);
+  EXPECT_TRUE(absl::IsInvalidArgument(refused));
+  for (const char* part : {"rank 1", "sgd", "adamw"})
+    EXPECT_NE(refused.message().find(part), std::string::npos) << refused;
+}
+
+}  // namespace
+}  // namespace stiefel
