@@ -53,6 +53,15 @@ absl::StatusOr<PieceVerdict> RankArrivals::Reserve(int32_t block, int32_t part,
   return PieceVerdict::kPlace;
 }
 
+void RankArrivals::Unreserve(int32_t block, int32_t part, int64_t offset, int64_t count) {
+  const auto found = parts_.find({block, part});
+  if (found == parts_.end() || found->second.checksums.erase({offset, count}) == 0) return;
+  PartArrival& arrived = found->second;
+  arrived.reserved.Clear();
+  for (const auto& [bounds, checksum] : arrived.checksums)
+    arrived.reserved.Add(bounds.first, bounds.first + bounds.second);
+}
+
 void RankArrivals::Placed(int32_t block, int32_t part, int64_t count) {
   const auto found = parts_.find({block, part});
   if (found != parts_.end()) found->second.placed += count;

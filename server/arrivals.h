@@ -41,6 +41,9 @@ class RankArrivals {
                                        int64_t offset, int64_t count,
                                        std::optional<uint32_t> checksum, bool absent);
 
+  // The bytes of an accepted piece were not those that its checksum names: it may come again.
+  void Unreserve(int32_t block, int32_t part, int64_t offset, int64_t count);
+
   // The copy of an accepted piece has ended.
   void Placed(int32_t block, int32_t part, int64_t count);
 
