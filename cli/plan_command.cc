@@ -93,7 +93,7 @@ void AddTrainerOptions(CLI::App* command, PlanCommandOptions* options) {
                    "data streams of a trainer to a server")
       ->check(CLI::Range(0, 1 << 10))
       ->capture_default_str();
-  command->add_option("--window", options->window_bytes, "bytes under way on a stream, e.g. 8m")
+  command->add_option("--window", options->window_bytes, "bytes under way on a stream, e.g. 32m")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
       ->check(CLI::Range(uint64_t{0}, uint64_t{1} << 32))
       ->capture_default_str();

@@ -23,9 +23,9 @@ struct PlanCommandOptions {
   std::string staging = "double";
   bool weights_mode = false;
   int64_t push_copies = 1;
-  int64_t matrices_in_flight = 1;
-  int64_t streams_per_trainer = 4;
-  uint64_t window_bytes = uint64_t{8} << 20;
+  int64_t matrices_in_flight = 8;
+  int64_t streams_per_trainer = 1;
+  uint64_t window_bytes = uint64_t{32} << 20;
   Machine machine;
   bool json = false;
 };

@@ -14,7 +14,7 @@ double RulePolarFlops(const Rule& rule, int64_t rows, int64_t cols, PolarForm fo
   const auto steps = static_cast<int64_t>(PolarCoefficients(rule).size());
   const auto restarts =
       static_cast<int64_t>(GramRestarts(rule, rule.compute == ComputeType::kBf16).size());
-  return PolarFlops(rows, cols, form, steps, restarts, /*symmetric_products=*/false);
+  return PolarFlops(rows, cols, form, steps, restarts, /*symmetric_products=*/true);
 }
 
 }  // namespace

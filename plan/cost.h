@@ -24,9 +24,10 @@ namespace stiefel {
 double PolarFlops(int64_t rows, int64_t cols, PolarForm form, int64_t steps, int64_t restarts,
                   bool symmetric_products);
 
-// The form in which a spectral rule runs: the one that the rule names; with kAuto the cheaper by
-// PolarFlops with general products, where a square matrix and a tie take kStandard. REQUIRES: a
-// valid spectral rule, positive sizes.
+// The form in which a spectral rule is expected to run: the one that the rule names; with kAuto the
+// cheaper by PolarFlops with symmetric products, where a square matrix and a tie take kStandard. (A
+// backend may keep kStandard where the gain is small.) REQUIRES: a valid spectral rule, positive
+// sizes.
 PolarForm ChosenForm(const Rule& rule, int64_t rows, int64_t cols);
 
 // Nominal machine balance with which operations and bytes become one number: a byte moved costs as
@@ -50,8 +51,8 @@ struct Cost {
 
 // Cost of one step of this kind. Per element every step reads the gradient, reads and writes each
 // state buffer and writes the payload; a refresh also writes and reads the direction in fp32.
-// Per-element arithmetic counts 8 operations. A rule without a period costs a refresh at either
-// kind. REQUIRES: a valid rule for the matrix.
+// Symmetric products count half. Per-element arithmetic counts 8 operations. A rule without a
+// period costs a refresh at either kind. REQUIRES: a valid rule for the matrix.
 Cost StepCost(const PlanMatrix& matrix, StepKind kind);
 
 // Longest cycle of steps that is looked at whole.

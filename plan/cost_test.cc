@@ -75,7 +75,7 @@ TEST(StepCost, RowWiseStepsCostOnlyThePass) {
   EXPECT_EQ(off.flops, 8 * elements);
   EXPECT_EQ(off.bytes, (2 + 2 + 8) * elements);  // Gradient and payload in bf16, M in and out.
   EXPECT_EQ(refresh.flops - off.flops,
-            PolarFlops(1024, 1024, PolarForm::kStandard, 5, 0, /*symmetric_products=*/false));
+            PolarFlops(1024, 1024, PolarForm::kStandard, 5, 0, /*symmetric_products=*/true));
   EXPECT_EQ(refresh.bytes - off.bytes, 8 * elements);
 
   // Without a period both kinds are the refresh; element-wise rules have no product, adamw has two

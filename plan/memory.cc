@@ -12,6 +12,9 @@ namespace stiefel {
 namespace {
 
 constexpr int64_t kFp32Bytes = 4;
+constexpr int64_t kFp64Bytes = 8;
+constexpr int64_t kFigureBytes = 1024;
+constexpr int64_t kRowWiseBlocks = 16;
 constexpr int64_t kMaxBytes = std::numeric_limits<int64_t>::max();
 
 }  // namespace
@@ -29,9 +32,11 @@ absl::StatusOr<Staging> ParseStaging(absl::string_view name) {
 }
 
 int64_t WorkspaceBytes(const Rule& rule, int64_t rows, int64_t cols) {
-  if (rule.family != RuleFamily::kSpectral) return 0;
+  if (rule.family != RuleFamily::kSpectral) return kFigureBytes;
   const int64_t m = std::min(rows, cols);
-  return kFp32Bytes * (3 * rows * cols + 4 * m * m);
+  const int64_t refresh = kFp32Bytes * (rows * cols + 5 * m * m);
+  const int64_t row_wise = kFp64Bytes * (1 + std::min(rows, kRowWiseBlocks)) * cols;
+  return kFigureBytes + kFp32Bytes * rows * cols + std::max(refresh, row_wise);
 }
 
 absl::StatusOr<MatrixBytes> BytesOfMatrix(const PlanMatrix& matrix, int64_t declared_push_elements,
@@ -43,7 +48,7 @@ absl::StatusOr<MatrixBytes> BytesOfMatrix(const PlanMatrix& matrix, int64_t decl
   if (!CheckedMatrixBytes(matrix.rows, matrix.cols, 1, &elements) ||
       !CheckedMul(elements, 44 + 8 * state_buffers, &bound) ||
       !CheckedMul(declared_push_elements, DTypeSize(matrix.push_dtype), &bytes.push) ||
-      !CheckedAdd(bound, bytes.push, &bound)) {
+      !CheckedAdd(bound, kFigureBytes, &bound) || !CheckedAdd(bound, bytes.push, &bound)) {
     return BadShape(matrix.name, matrix.rows, matrix.cols);
   }
   bytes.state = elements * kFp32Bytes * state_buffers;

@@ -47,9 +47,10 @@ struct MatrixBytes {
   int64_t Resident() const { return state + staged + weights + push + pull; }
 };
 
-// Bytes that the engine needs beside the matrix's own while it works on it, at most: for a spectral
-// rule the direction and two iterates in fp32 and four m x m products (m the short side); for the
-// others nothing. REQUIRES: 28 x rows x cols fits int64.
+// Bytes that the engine needs beside the matrix's own while it works on it, at most. For a spectral
+// rule: the direction in fp32, and then either the iterate and five m x m products in fp32 (m the
+// short side) or, in a row-wise step, up to 17 rows of fp64 sums. 1 KiB of figures for every rule.
+// REQUIRES: 28 x rows x cols + 1024 fits int64.
 int64_t WorkspaceBytes(const Rule& rule, int64_t rows, int64_t cols);
 
 // `declared_push_elements`: elements of all blocks that will be pushed to this matrix in a step,
