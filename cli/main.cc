@@ -5,12 +5,14 @@
 
 #include "absl/status/status.h"
 #include "cli/plan_command.h"
+#include "cli/status_command.h"
 
 int main(int argc, char** argv) {
   CLI::App app("Plans and watches Stiefel runs.", "stiefelctl");
   app.require_subcommand(1);
   absl::Status result;
   stiefel::AddPlanCommand(&app, &result);
+  stiefel::AddStatusCommand(&app, &result);
   CLI11_PARSE(app, argc, argv);
   if (result.ok()) return 0;
   std::fprintf(stderr, "stiefelctl: %s\n", result.ToString().c_str());

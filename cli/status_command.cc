@@ -84,25 +84,140 @@ class Watcher {
   // Ends the streams and waits for their threads.
   ~Watcher();
 
-  // Waits for news; the newest status of every server once all have sent one, in their order.
-  // UNAVAILABLE if a stream broke or a server sent nothing in time; nothing if a server ended its stream.
+  // Waits for news; then the newest status of every server, in their order, once all have sent one.
+  // Nothing if a server ended its stream. UNAVAILABLE names a server whose stream broke, or those
+  // that sent nothing in time.
   absl::StatusOr<std::optional<std::vector<v1::ServerStatus>>> Next();
 
  private:
-  struct Stream {
-    grpc::ClientContext context;
-    std::optional<v1::ServerStatus> newest;  // guarded by mutex_
-    std::thread thread;
-  };
   void Follow(size_t index);
+  absl::Status SilentServers() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const StatusCommandOptions options_;
   const int64_t first_deadline_micros_;
-  std::vector<std::unique_ptr<Stream>> streams_;  // constant after construction
+  std::vector<std::unique_ptr<grpc::ClientContext>> contexts_;  // constant after construction
+  std::vector<std::thread> threads_;                            // constant after construction
   Mutex mutex_;
   CondVar changed_;
+  std::vector<std::optional<v1::ServerStatus>> newest_ ABSL_GUARDED_BY(mutex_);  // by server
   size_t answered_ ABSL_GUARDED_BY(mutex_) = 0;
   bool news_ ABSL_GUARDED_BY(mutex_) = false;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
 };
+
+Watcher::Watcher(const StatusCommandOptions& options)
+    : options_(options),
+      first_deadline_micros_(RealClock().NowMicros() +
+                             static_cast<int64_t>(options.timeout_seconds * 1e6)),
+      newest_(options.servers.size()) {
+  for (size_t i = 0; i < options_.servers.size(); ++i) {
+    contexts_.push_back(std::make_unique<grpc::ClientContext>());
+  }
+  for (size_t i = 0; i < options_.servers.size(); ++i) {
+    threads_.emplace_back([this, i] { Follow(i); });
+  }
+}
+
+Watcher::~Watcher() {
+  for (const auto& context : contexts_) context->TryCancel();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Watcher::Follow(size_t index) {
+  const auto stub = StubOf(options_.servers[index]);
+  v1::WatchStatusRequest request;
+  request.set_min_interval_seconds(options_.interval_seconds);
+  const auto reader = stub->WatchStatus(contexts_[index].get(), request);
+  v1::ServerStatus status;
+  while (reader->Read(&status)) {
+    MutexLock lock(&mutex_);
+    if (!newest_[index].has_value()) ++answered_;
+    newest_[index] = status;
+    news_ = true;
+    changed_.NotifyAll();
+  }
+  const grpc::Status end = reader->Finish();
+  MutexLock lock(&mutex_);
+  ended_ = true;
+  if (!end.ok() && failure_.ok()) {
+    failure_ = absl::UnavailableError(Describe(options_.servers[index], end));
+  }
+  changed_.NotifyAll();
+}
+
+absl::Status Watcher::SilentServers() const {
+  std::string names;
+  for (size_t i = 0; i < newest_.size(); ++i) {
+    if (newest_[i].has_value()) continue;
+    absl::StrAppend(&names, names.empty() ? "" : ", ", options_.servers[i]);
+  }
+  return absl::UnavailableError(
+      absl::StrCat("no status from ", names, " within ", options_.timeout_seconds, " s"));
+}
+
+absl::StatusOr<std::optional<std::vector<v1::ServerStatus>>> Watcher::Next() {
+  MutexLock lock(&mutex_);
+  for (;;) {
+    STIEFEL_RETURN_IF_ERROR(failure_);
+    if (news_ && answered_ == newest_.size()) break;
+    if (ended_) return std::nullopt;
+    if (answered_ == newest_.size()) {
+      changed_.Wait(&mutex_);
+    } else if (!changed_.WaitUntilMicros(&mutex_, first_deadline_micros_)) {
+      return SilentServers();
+    }
+  }
+  news_ = false;
+  std::vector<v1::ServerStatus> statuses;
+  for (const auto& status : newest_) statuses.push_back(*status);
+  return statuses;
+}
+
+absl::Status Watch(const StatusCommandOptions& options,
+                   const std::function<void(const std::string&)>& write) {
+  Watcher watcher(options);
+  for (;;) {
+    STIEFEL_ASSIGN_OR_RETURN(const auto statuses, watcher.Next());
+    if (!statuses.has_value()) return absl::OkStatus();
+    write(Render(options, *statuses));
+  }
+}
+
+// Writes a report; on a terminal a watched one replaces the one before.
+void Print(const StatusCommandOptions& options, const std::string& report) {
+  if (options.watch && !options.json) {
+    std::fputs(isatty(STDOUT_FILENO) ? "\x1b[H\x1b[2J" : "\n", stdout);
+  }
+  std::fputs(report.c_str(), stdout);
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+absl::Status RunStatusCommand(const StatusCommandOptions& options,
+                              const std::function<void(const std::string&)>& write) {
+  STIEFEL_RETURN_IF_ERROR(Check(options));
+  return options.watch ? Watch(options, write) : ReportOnce(options, write);
+}
+
+void AddStatusCommand(CLI::App* app, absl::Status* result) {
+  CLI::App* command = app->add_subcommand("status", "what servers hold, do and wait for");
+  auto options = std::make_shared<StatusCommandOptions>();
+  command->add_option("address,--servers", options->servers, "host:port of the servers")
+      ->delimiter(',');
+  command->add_flag("--watch", options->watch, "again after every change");
+  command->add_flag("--json", options->json,
+                    "one JSON object instead of tables; with --watch one a line");
+  command->add_flag("--state-hash", options->state_hash, "also hash all optimizer state");
+  command->add_option("--timeout", options->timeout_seconds, "seconds for a server to answer")
+      ->capture_default_str();
+  command->add_option("--interval", options->interval_seconds, "seconds between watched reports")
+      ->capture_default_str();
+  command->callback([options, result] {
+    *result =
+        RunStatusCommand(*options, [&](const std::string& report) { Print(*options, report); });
+  });
+}
+
+}  // namespace stiefel

@@ -22,7 +22,8 @@ struct StatusCommandOptions {
 
 // Writes a report of all servers, or with `watch` one after every change, until a server ends its
 // stream. UNAVAILABLE names the servers that did not answer; what the others said is written first.
-// INVALID_ARGUMENT: no servers, options that contradict each other or are out of range. `write` is called on this thread.
+// INVALID_ARGUMENT: no servers, options that contradict each other or are out of range. `write` is
+// called on this thread.
 absl::Status RunStatusCommand(const StatusCommandOptions& options,
                               const std::function<void(const std::string&)>& write);
 

@@ -37,10 +37,10 @@ std::string ServerLines(const v1::ServerStatus& server) {
 
 std::string RunLines(const v1::RunStatus& run) {
   std::string text = absl::StrCat(
-      "  run ", run.name(), "  server ", run.server_index(), "  ", run.update_mode(),
-      ", staging ", run.staging(), "  epoch ", run.placement_epoch(), "\n  step ",
-      run.consumed_step(), " decided, step ", run.open_step(), " attempt ", run.open_attempt(), " ",
-      run.phase(), "  ", absl::StrFormat("%.2f", run.steps_per_second()), " steps/s\n  committed ",
+      "  run ", run.name(), "  server ", run.server_index(), "  ", run.update_mode(), ", staging ",
+      run.staging(), "  epoch ", run.placement_epoch(), "\n  step ", run.consumed_step(),
+      " decided, step ", run.open_step(), " attempt ", run.open_attempt(), " ", run.phase(), "  ",
+      absl::StrFormat("%.2f", run.steps_per_second()), " steps/s\n  committed ",
       run.committed_steps(), ", skipped ", run.skipped_steps(), ", dropped attempts ",
       run.dropped_attempts(), "  gradient norm ", absl::StrFormat("%.4g", run.last_grad_norm()),
       "\n  pushed ", Bytes(run.bytes_pushed()), ", pulled ", Bytes(run.bytes_pulled()),
@@ -61,7 +61,9 @@ std::string RankTable(const v1::RunStatus& run) {
   Table table({"rank", "state", "applied", "begun", "pushed all", "lease left"});
   for (const v1::RankStatus& rank : run.ranks()) {
     table.AddRow({absl::StrCat(rank.rank()),
-                  !rank.joined() ? "missing" : rank.live() ? "live" : "lost",
+                  !rank.joined() ? "missing"
+                  : rank.live()  ? "live"
+                                 : "lost",
                   absl::StrCat(rank.applied_step()), absl::StrCat(rank.begun_step()),
                   rank.ended_push() ? "yes" : "no", Duration(rank.lease_seconds_left())});
   }
@@ -69,9 +71,9 @@ std::string RankTable(const v1::RunStatus& run) {
 }
 
 std::string MatrixTable(const v1::RunStatus& run) {
-  std::vector<std::string> header = {"matrix",   "shape",      "rule",  "last kind", "last refresh",
-                                     "residual", "update RMS", "owner", "commits",   "skips",
-                                     "computed"};
+  std::vector<std::string> header = {"matrix",       "shape",    "rule",       "last kind",
+                                     "last refresh", "residual", "update RMS", "owner",
+                                     "commits",      "skips",    "computed"};
   if (run.has_state_hash()) header.push_back("state hash");
   Table table(header);
   std::string skips;
