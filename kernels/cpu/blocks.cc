@@ -1,24 +1,26 @@
 #include "kernels/cpu/blocks.h"
 
+#include <cstring>
 #include <vector>
 
 namespace stiefel {
 namespace {
 
-int64_t CountNonfiniteDelivered(const SegmentKernels& kernels, const void* values, DType dtype,
-                                int64_t n) {
+// values as `dtype` to `out`; returns how many are not finite there, where `nonfinite` are as fp32.
+int64_t WriteAs(DType dtype, const float* values, int64_t n, int64_t nonfinite, void* out) {
+  const SegmentKernels& kernels = BestSegmentKernels();
   switch (dtype) {
-    case DType::kFp32: {
-      SegmentSums sums = {};
-      kernels.sums(static_cast<const float*>(values), n, &sums);
-      return sums.nonfinite;
-    }
+    case DType::kFp32:
+      std::memcpy(out, values, n * sizeof(float));
+      return nonfinite;
     case DType::kBf16:
-      return kernels.count_exponent16(static_cast<const uint16_t*>(values), 0x7F80, n);
+      kernels.round_bf16(1, values, 0, nullptr, static_cast<uint16_t*>(out), n);
+      return kernels.count_exponent16(static_cast<const uint16_t*>(out), 0x7F80, n);
     case DType::kFp16:
-      return kernels.count_exponent16(static_cast<const uint16_t*>(values), 0x7C00, n);
+      Convert(values, DType::kFp32, out, DType::kFp16, n);
+      return kernels.count_exponent16(static_cast<const uint16_t*>(out), 0x7C00, n);
   }
-  return 0;
+  return nonfinite;
 }
 
 void* Offset(void* base, DType dtype, int64_t elements) {
@@ -52,10 +54,9 @@ ElementWorker::ElementWorker(const ElementPass& pass)
   std::fill_n(zeros_, kSegment, 0.0f);
 }
 
-void ElementWorker::Run(int64_t begin, int64_t n, float* u, StepStats* stats) {
+double ElementWorker::Run(int64_t begin, int64_t n, float* u, StepStats* stats) {
   gatherer_.Gather(begin, n, gradient_);
   SegmentSums gradient = {}, direction = {};
-  kernels_.sums(gradient_, n, &gradient);
 
   const float* state[kMaxStates];
   float* new_state[kMaxStates];
@@ -65,49 +66,46 @@ void ElementWorker::Run(int64_t begin, int64_t n, float* u, StepStats* stats) {
   }
   switch (pass_.coefficients.rule) {
     case ElementRule::kMomentum:
-      kernels_.momentum(coefficients_, gradient_, state[0], new_state[0], u, n, &direction);
+      kernels_.momentum(coefficients_, gradient_, state[0], new_state[0], u, n, &gradient,
+                        &direction);
       break;
     case ElementRule::kLion:
-      kernels_.lion(coefficients_, gradient_, state[0], new_state[0], u, n, &direction);
+      kernels_.lion(coefficients_, gradient_, state[0], new_state[0], u, n, &gradient, &direction);
       break;
     case ElementRule::kAdam:
       kernels_.adam(coefficients_, gradient_, state[0], state[1], new_state[0], new_state[1], u, n,
-                    &direction);
+                    &gradient, &direction);
       break;
   }
   stats->gradient_sum_squares += gradient.sum_squares;
   stats->nonfinite_gradient += gradient.nonfinite;
   stats->direction_sum_squares += direction.sum_squares;
   stats->nonfinite_direction += direction.nonfinite;
+  return direction.sum_squares;
 }
 
 void DeliverSegment(const Delivery& delivery, int64_t offset, int64_t n, const float* o,
                     StepStats* stats) {
   const SegmentKernels& kernels = BestSegmentKernels();
-  SegmentSums applied = {};
-  kernels.sums(o, n, &applied);
-  stats->applied_sum_squares += applied.sum_squares;
-
   alignas(64) float delta[kSegment];
-  kernels.scale(delivery.step, o, delta, n);
+  SegmentSums applied = {};
+  kernels.deliver(delivery.step, o, delta, n, &applied);
+  stats->applied_sum_squares += applied.sum_squares;
   if (delivery.delta != nullptr) {
-    void* out = Offset(delivery.delta, delivery.delta_dtype, offset);
-    Convert(delta, DType::kFp32, out, delivery.delta_dtype, n);
-    stats->nonfinite_output += CountNonfiniteDelivered(kernels, out, delivery.delta_dtype, n);
+    stats->nonfinite_output += WriteAs(delivery.delta_dtype, delta, n, applied.nonfinite,
+                                       Offset(delivery.delta, delivery.delta_dtype, offset));
   }
-  if (delivery.weights != nullptr) {
-    alignas(64) float local[kSegment];
-    float* weights = delivery.new_weights == nullptr ? local : delivery.new_weights + offset;
-    kernels.scale_add(delivery.decay, delivery.weights + offset, delta, weights, n);
-    int64_t nonfinite = CountNonfiniteDelivered(kernels, weights, DType::kFp32, n);
-    if (delivery.payload != nullptr) {
-      void* out = Offset(delivery.payload, delivery.payload_dtype, offset);
-      Convert(weights, DType::kFp32, out, delivery.payload_dtype, n);
-      nonfinite =
-          std::max(nonfinite, CountNonfiniteDelivered(kernels, out, delivery.payload_dtype, n));
-    }
-    stats->nonfinite_output += nonfinite;
+  if (delivery.weights == nullptr) return;
+  alignas(64) float local[kSegment];
+  float* weights = delivery.new_weights == nullptr ? local : delivery.new_weights + offset;
+  SegmentSums decayed = {};
+  kernels.decay(delivery.decay, delivery.weights + offset, delta, weights, n, &decayed);
+  int64_t nonfinite = decayed.nonfinite;
+  if (delivery.payload != nullptr) {
+    nonfinite = WriteAs(delivery.payload_dtype, weights, n, nonfinite,
+                        Offset(delivery.payload, delivery.payload_dtype, offset));
   }
+  stats->nonfinite_output += nonfinite;
 }
 
 }  // namespace stiefel

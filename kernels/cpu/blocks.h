@@ -35,9 +35,9 @@ class ElementWorker {
  public:
   explicit ElementWorker(const ElementPass& pass);
 
-  // Elements [begin, begin + n) of the matrix; n <= kSegment. u receives the direction; new state
-  // goes where the pass says.
-  void Run(int64_t begin, int64_t n, float* u, StepStats* stats);
+  // Elements [begin, begin + n) of the matrix; n <= kSegment. u receives the direction, new state
+  // goes where the pass says. Returns the sum of squares of u.
+  double Run(int64_t begin, int64_t n, float* u, StepStats* stats);
 
  private:
   const ElementPass& pass_;

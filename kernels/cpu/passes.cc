@@ -22,8 +22,12 @@ const float* ReadSegment(const MatrixView& x, int64_t offset, int64_t n, float* 
 }
 
 void WriteSegment(const MatrixView& x, int64_t offset, int64_t n, const float* values) {
-  Convert(values, DType::kFp32, static_cast<char*>(x.data) + offset * DTypeSize(x.dtype), x.dtype,
-          n);
+  char* out = static_cast<char*>(x.data) + offset * DTypeSize(x.dtype);
+  if (x.dtype == DType::kBf16) {
+    BestSegmentKernels().round_bf16(1, values, 0, nullptr, reinterpret_cast<uint16_t*>(out), n);
+  } else {
+    std::memcpy(out, values, n * sizeof(float));
+  }
 }
 
 // 1 / |U|_F. The sum of squares is exact up to fp64 rounding for every fp32 matrix, so U and 2^k U

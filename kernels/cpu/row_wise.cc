@@ -34,19 +34,19 @@ void RunFused(ThreadPool* pool, const RowWisePass& pass) {
   const SegmentKernels& kernels = BestSegmentKernels();
   ForBlocks(pool, CeilDiv(rows, block_rows), pass.element.stats,
             [&](int64_t block, StepStats* stats) {
-              const int64_t begin = block * block_rows * cols;
-              const int64_t end = std::min(rows * cols, begin + block_rows * cols);
-              auto* u = static_cast<float*>(
-                  ThreadScratch(ScratchUse::kRows, block_rows * cols * sizeof(float)));
+              auto* u = static_cast<float*>(ThreadScratch(ScratchUse::kRows, cols * sizeof(float)));
               ElementWorker worker(pass.element);
-              ForSegments(begin, end,
-                          [&](int64_t i, int64_t n) { worker.Run(i, n, u + (i - begin), stats); });
-              for (int64_t row = begin; row < end; row += cols) {
-                const double factor = RowFactor(u + (row - begin), cols, pass.length);
-                ForSegments(row, row + cols, [&](int64_t i, int64_t n) {
-                  float* o = u + (i - begin);
-                  kernels.scale_wide(factor, o, o, n);
-                  DeliverSegment(pass.element.delivery, i, n, o, stats);
+              const int64_t end = std::min(rows, (block + 1) * block_rows);
+              for (int64_t row = block * block_rows; row < end; ++row) {
+                // The same partial sums as RowFactor's, taken on the way.
+                double squares = 0;
+                ForSegments(0, cols, [&](int64_t i, int64_t n) {
+                  squares += worker.Run(row * cols + i, n, u + i, stats);
+                });
+                const double factor = NormFactor(squares, pass.length);
+                ForSegments(0, cols, [&](int64_t i, int64_t n) {
+                  kernels.scale_wide(factor, u + i, u + i, n);
+                  DeliverSegment(pass.element.delivery, row * cols + i, n, u + i, stats);
                 });
               }
             });

@@ -1,8 +1,8 @@
 // The innermost loops: short runs of contiguous elements that are in the first-level cache.
 //
 // One source (segment_kernels.inc) is compiled for several instruction sets, and the best one
-// chosen when the program runs. All give the same bits: sums run in eight fixed lanes of fp64, and
-// nothing is contracted into fused operations.
+// chosen when the program runs. Elements get the same bits on all, since nothing is contracted into
+// fused operations; sums have a fixed number of fp64 lanes per set.
 #ifndef STIEFEL_KERNELS_CPU_SEGMENT_KERNELS_H_
 #define STIEFEL_KERNELS_CPU_SEGMENT_KERNELS_H_
 
@@ -25,8 +25,8 @@ struct SegmentSums {
   int64_t nonfinite;
 };
 
-// In all: n >= 0 elements, no alignment needed, sums are added to. An output may be the very input
-// of the same type.
+// In all: n >= 0 elements (at most kSegment where they are counted), no alignment needed, sums are
+// added to. An output may be the very input of the same type.
 struct SegmentKernels {
   const char* name;
   // out = c x
@@ -35,11 +35,10 @@ struct SegmentKernels {
   void (*scale_wide)(double c, const float* x, float* out, int64_t n);
   // out = fp32(c[i] x[i])
   void (*scale_each)(const double* c, const float* x, float* out, int64_t n);
-  // sum += x;  sum += c x;  out = a x + y
+  // sum += x;  sum += c x
   void (*add)(const float* x, float* sum, int64_t n);
   void (*add_scaled)(float c, const float* x, float* sum, int64_t n);
-  void (*scale_add)(float a, const float* x, const float* y, float* out, int64_t n);
-  // out = bf16(alpha x + beta y), y in bf16 or null
+  // out = bf16(alpha x + beta y), y in bf16, or bf16(alpha x) where y is null
   void (*round_bf16)(float alpha, const float* x, float beta, const uint16_t* y, uint16_t* out,
                      int64_t n);
   // Sum of squares and number of non-finite elements.
@@ -51,14 +50,20 @@ struct SegmentKernels {
   // <x, v>;  sum += c x
   double (*dot_wide)(const float* x, const double* v, int64_t n);
   void (*add_scaled_wide)(double c, const float* x, double* sum, int64_t n);
-  // The element rules of kernels/backend.h. sums: squares of u, and elements where u or new state
-  // is not finite.
-  void (*momentum)(const SegmentCoefficients& k, const float* g, const float* m, float* new_m,
-                   float* u, int64_t n, SegmentSums* sums);
-  void (*lion)(const SegmentCoefficients& k, const float* g, const float* m, float* new_m, float* u,
-               int64_t n, SegmentSums* sums);
-  void (*adam)(const SegmentCoefficients& k, const float* g, const float* m, const float* v,
-               float* new_m, float* new_v, float* u, int64_t n, SegmentSums* sums);
+  // delta = step o. sums: squares of o, non-finite elements of delta.
+  void (*deliver)(float step, const float* o, float* delta, int64_t n, SegmentSums* sums);
+  // new_w = decay w + delta. sums: non-finite elements of new_w.
+  void (*decay)(float decay, const float* w, const float* delta, float* new_w, int64_t n,
+                SegmentSums* sums);
+  // The element rules of kernels/backend.h. gradient: of g as it is. direction: squares of u, and
+  // elements where u or new state is not finite.
+  void (*momentum)(const SegmentCoefficients& c, const float* g, const float* m, float* new_m,
+                   float* u, int64_t n, SegmentSums* gradient, SegmentSums* direction);
+  void (*lion)(const SegmentCoefficients& c, const float* g, const float* m, float* new_m, float* u,
+               int64_t n, SegmentSums* gradient, SegmentSums* direction);
+  void (*adam)(const SegmentCoefficients& c, const float* g, const float* m, const float* v,
+               float* new_m, float* new_v, float* u, int64_t n, SegmentSums* gradient,
+               SegmentSums* direction);
 };
 
 // The best set for this processor.
