@@ -19,19 +19,24 @@ TrainerMachine::TrainerMachine(int32_t servers, std::vector<TrainerBlock> push,
 void TrainerMachine::OnJoined(int32_t server, std::optional<int64_t> applied, int64_t consumed) {
   servers_[server].joined = true;
   servers_[server].consumed = consumed;
-  if (applied) {
-    applied_ = *applied;
-    return;
-  }
+  if (applied) return MoveApplied(*applied);
   fresh_ = true;
   MoveFreshTarget();
+}
+
+// Decisions may be told before the join is answered, when the target is not known yet.
+void TrainerMachine::MoveApplied(int64_t applied) {
+  applied_ = applied;
+  decided_.erase(decided_.begin(), decided_.upper_bound(applied_));
+  if (dropped_ && dropped_->step() != target()) dropped_.reset();
+  next_attempt_ = dropped_ ? dropped_->attempt() + 1 : 0;
 }
 
 // A trainer without weights receives those of the newest step that any server has decided.
 void TrainerMachine::MoveFreshTarget() {
   int64_t newest = decided_.empty() ? 0 : decided_.rbegin()->first;
   for (const ServerState& server : servers_) newest = std::max(newest, server.consumed);
-  applied_ = newest - 1;
+  MoveApplied(newest - 1);
 }
 
 // ---------------------------------------------------------------- the user's calls
@@ -312,15 +317,9 @@ UpdateVerdict TrainerMachine::OnUpdate(int32_t server, const v1::ChunkHeader& he
     return UpdateVerdict::kDiscard;
   }
   const v1::Decided* decided = DecidedAt(target());
-  if (policy_.match_names && weights != fresh_) {
-    // Weights are for a trainer without any; deltas of a decided step may complete what such a
-    // trainer has.
-    const bool decided_delta = fresh_ && decided != nullptr && decided->outcome() == v1::COMMIT &&
-                               header.step() == target();
-    if (weights || !decided_delta) {
-      if (!weights) servers_[server].discarded_ahead = true;
-      return UpdateVerdict::kDiscard;
-    }
+  if (weights != fresh_) {  // weights are for a trainer without any, and all that it takes
+    if (!weights) servers_[server].discarded_ahead = true;
+    return UpdateVerdict::kDiscard;
   }
   if (policy_.match_names && !weights && header.step() != target()) {
     if (header.step() > target()) servers_[server].discarded_ahead = true;
@@ -369,26 +368,13 @@ bool TrainerMachine::DeliveredFor(int32_t block, const v1::Decided& decided) con
   return Complete(block) || !policy_.complete_deltas;
 }
 
+// A server sends its weights again after every step that it decides meanwhile.
 bool TrainerMachine::FreshDelivered(int32_t block) const {
   const Version& version = received_[block].version;
-  if (!Complete(block)) return false;
-  if (version.attempt < 0 && version.step == target()) return true;
-  const v1::Decided* decided = DecidedAt(target());
-  if (decided == nullptr) return false;
-  if (decided->outcome() == v1::SKIP) return version.attempt < 0 && version.step == target() - 1;
-  if (version.attempt < 0) {
-    // Skipped or untouched matrices keep the weights of the step before.
-    const auto& skipped = decided->skipped_matrices();
-    return version.step == target() - 1 &&
-           std::find(skipped.begin(), skipped.end(), pull_[block].matrix) != skipped.end();
-  }
-  return DeliveredFor(block, *decided);
+  return Complete(block) && version.attempt < 0 && version.step == target();
 }
 
 std::optional<StepEnd> TrainerMachine::FreshEnd() const {
-  for (const ServerState& server : servers_) {
-    if (!server.joined) return std::nullopt;
-  }
   for (int32_t block = 0; block < static_cast<int32_t>(pull_.size()); ++block) {
     if (!FreshDelivered(block)) return std::nullopt;
   }
@@ -399,6 +385,9 @@ std::optional<StepEnd> TrainerMachine::FreshEnd() const {
 }
 
 std::optional<StepEnd> TrainerMachine::End() const {
+  for (const ServerState& server : servers_) {
+    if (!server.joined) return std::nullopt;
+  }
   if (fresh_) return FreshEnd();
   const v1::Decided* decided = DecidedAt(target());
   if (decided == nullptr) {
@@ -460,7 +449,7 @@ std::string TrainerMachine::CanonicalBytes() const {
                     server.credit.attempt(), ".", server.credit.granted_bytes(), ",",
                     server.sent_bytes);
     for (const PieceRef& piece : server.queue)
-      absl::StrAppend(&out, "q", piece.block, ".", piece.part, ".", piece.offset);
+      absl::StrAppend(&out, "q", piece.block, ".", piece.part, ".", piece.offset, piece.absent);
   }
   for (const Received& received : received_) {
     absl::StrAppend(&out, "|u", received.version.step, ".", received.version.attempt, ".",

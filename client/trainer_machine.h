@@ -177,6 +177,7 @@ class TrainerMachine {
   bool FreshDelivered(int32_t block) const;
   void ClearAttempt();
   void SendBegun(int32_t server, TrainerSends* sends) const;
+  void MoveApplied(int64_t applied);
   void MoveFreshTarget();
 
   ProtocolPolicy policy_;

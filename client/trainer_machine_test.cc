@@ -329,9 +329,25 @@ TEST_F(TrainerTest, WithoutWeightsItFollowsAStepDecidedMeanwhile) {
   EXPECT_FALSE(trainer.End());
   trainer.OnDecided(1, Decided(v1::COMMIT, 3));
   EXPECT_FALSE(trainer.End());
-  for (int64_t offset : {0, 2}) Update(1, offset, 3);
+  // An update says nothing about weights that this trainer does not have, least of all an absent
+  // one.
+  for (int64_t offset : {0, 2}) EXPECT_EQ(Update(1, offset, 3), UpdateVerdict::kDiscard);
+  for (int64_t offset : {0, 2}) Update(1, offset, 3, 0, 0, v1::ChunkHeader::WEIGHTS_AT);
   ASSERT_TRUE(trainer.End());
   EXPECT_EQ(trainer.End()->step, 3);
+}
+
+// Found by review: a drop heard before the join was answered ended a later step.
+TEST_F(TrainerTest, WhatWasHeardBeforeTheJoinCountsOnlyForTheTarget) {
+  trainer.OnServerUp(0, &sends);
+  trainer.OnDecided(0, Decided(v1::DROP, 1, 2));
+  trainer.OnDecided(0, Decided(v1::SKIP, 1, 3));
+  EXPECT_FALSE(trainer.End()) << "not joined";
+  Join(4, 4);
+  EXPECT_FALSE(trainer.End());
+  EXPECT_EQ(trainer.attempt(), 0);
+  BeginAndPush(5);
+  EXPECT_FALSE(trainer.End());
 }
 
 TEST_F(TrainerTest, WeightsAreNotForATrainerThatHasSome) {
