@@ -149,6 +149,8 @@ class RunMachine {
                   const absl::Status& failure, Actions* actions);
   // What Finish{step, attempt} asked for is done: the gradient buffers are free.
   void OnSettled(int64_t step, int32_t attempt, Actions* actions);
+  // Committed state was lost (the device failed): the run fails loudly.
+  void OnStateLost(const absl::Status& why, Actions* actions) { Fail(why, actions); }
   // Initial weights cover every matrix of this server (WEIGHTS mode).
   void OnWeightsReady(Actions* actions);
 

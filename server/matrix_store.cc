@@ -1,0 +1,345 @@
+#include "server/matrix_store.h"
+
+#include <algorithm>
+#include <map>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "common/checksum.h"
+#include "common/status.h"
+
+namespace stiefel {
+namespace {
+
+// "3 non-finite gradient elements in h.3.mlp.w, pushed by rank 1"
+std::string ExplainGradient(const MatrixJob& job, int64_t count) {
+  std::vector<int32_t> ranks;
+  for (const GradientPiece& piece : job.gradient.pieces) {
+    if ((ranks.empty() || ranks.back() != piece.rank) && CountNonfinite(piece) > 0)
+      ranks.push_back(piece.rank);
+  }
+  const std::string what =
+      absl::StrCat(count, " non-finite gradient elements in ", job.spec->name);
+  if (ranks.empty()) return absl::StrCat(what, ", from sums of finite contributions");
+  const bool more = ranks.size() > 16;
+  if (more) ranks.resize(16);
+  return absl::StrCat(what, ", pushed by ", ranks.size() == 1 ? "rank " : "ranks ",
+                      absl::StrJoin(ranks, ", "), more ? " and others" : "");
+}
+
+}  // namespace
+
+absl::Status RunStepJob(const MatrixJob& job, Stream* stream, DeviceBuffer* workspace,
+                        StepResult* result, std::string* explanation) {
+  if (job.zero_state) {
+    for (float* state : job.state)
+      stream->Zero(state, job.state_elements * static_cast<int64_t>(sizeof(float)));
+  }
+  const absl::Status enqueued =
+      job.rule->Compute(stream, job.gradient, job.args, job.buffers, workspace, result);
+  const absl::Status computed = stream->Synchronize();
+  STIEFEL_RETURN_IF_ERROR(enqueued);
+  STIEFEL_RETURN_IF_ERROR(computed);
+  if (result->nonfinite_gradient > 0) {
+    *explanation = ExplainGradient(job, result->nonfinite_gradient);
+  } else if (result->nonfinite_update > 0) {
+    *explanation = absl::StrCat(result->nonfinite_update, " non-finite update elements in ",
+                                job.spec->name);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RunAbsorbJob(const MatrixJob& job, Stream* stream) {
+  const absl::Status enqueued = job.rule->Absorb(stream, job.gradient, job.args, job.state);
+  const absl::Status computed = stream->Synchronize();
+  return enqueued.ok() ? computed : enqueued;
+}
+
+uint64_t HashMatrix(const HashInput& input) {
+  Hash64 hash;
+  hash.Update(input.name.data(), input.name.size());
+  if (input.state != nullptr) {
+    hash.Update(input.state, static_cast<size_t>(input.state_bytes));
+  } else {
+    const std::vector<char> zeros(1 << 16);
+    for (int64_t left = input.state_bytes; left > 0;) {
+      const int64_t now = std::min<int64_t>(left, static_cast<int64_t>(zeros.size()));
+      hash.Update(zeros.data(), static_cast<size_t>(now));
+      left -= now;
+    }
+  }
+  if (input.weights != nullptr)
+    hash.Update(input.weights, static_cast<size_t>(input.weights_bytes));
+  return hash.Digest();
+}
+
+absl::StatusOr<std::unique_ptr<MatrixStore>> MatrixStore::Create(int32_t index,
+                                                                 const MatrixSpec* spec,
+                                                                 bool weights_mode,
+                                                                 std::shared_ptr<Backend> backend) {
+  std::unique_ptr<MatrixStore> store(new MatrixStore(index, spec, weights_mode, backend));
+  absl::StatusOr<std::unique_ptr<MatrixRule>> rule =
+      MatrixRule::Create(spec->rule, spec->rows, spec->cols, backend.get());
+  if (!rule.ok())
+    return absl::Status(rule.status().code(), absl::StrCat("parameter \"", spec->name, "\": ",
+                                                           rule.status().message()));
+  store->rule_ = *std::move(rule);
+  return store;
+}
+
+int64_t MatrixStore::StateBytes() const {
+  return static_cast<int64_t>(rule_->State().size() * sizeof(float)) * spec_->elements();
+}
+
+int64_t MatrixStore::WeightBytes() const {
+  return weights_mode_ ? static_cast<int64_t>(sizeof(float)) * spec_->elements() : 0;
+}
+
+int64_t MatrixStore::PayloadBytes() const {
+  return sends_staged_weights() ? 0 : DTypeSize(spec_->pull_dtype) * spec_->elements();
+}
+
+absl::Status MatrixStore::AllocateState(const std::vector<MatrixStore*>& stores,
+                                        const std::shared_ptr<Backend>& backend) {
+  std::vector<int64_t> sizes;
+  for (const MatrixStore* store : stores) {
+    sizes.push_back(store->StateBytes());
+    sizes.push_back(store->WeightBytes());
+  }
+  STIEFEL_ASSIGN_OR_RETURN(auto buffers, AllocateTogether(backend, sizes));
+  auto next = buffers.begin();
+  for (MatrixStore* store : stores) {
+    store->state_ = *next++;
+    store->weights_ = *next++;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status MatrixStore::AllocateSteps(const std::vector<MatrixStore*>& stores, Staging staging,
+                                        const std::vector<RankState>& ranks,
+                                        const std::shared_ptr<Backend>& backend) {
+  const bool twice = staging == Staging::kDouble;
+  std::map<int32_t, std::vector<PushRegion>> regions;
+  for (int32_t rank = 0; rank < static_cast<int32_t>(ranks.size()); ++rank) {
+    for (int32_t b = 0; b < static_cast<int32_t>(ranks[rank].push.size()); ++b) {
+      const BlockSpec& block = ranks[rank].push[b];
+      regions[block.matrix].push_back({rank, b, block, nullptr});
+    }
+  }
+  std::vector<int64_t> sizes;
+  for (const MatrixStore* store : stores) {
+    const int64_t element = DTypeSize(store->spec_->push_dtype);
+    int64_t gradient = 0;
+    for (const PushRegion& region : regions[store->index_])
+      gradient += region.block.elements() * region.block.parts * element;
+    sizes.push_back(twice ? store->StateBytes() : 0);
+    sizes.push_back(store->WeightBytes());
+    sizes.push_back(store->PayloadBytes());
+    sizes.push_back(gradient);
+  }
+  STIEFEL_ASSIGN_OR_RETURN(auto buffers, AllocateTogether(backend, sizes));
+  auto next = buffers.begin();
+  for (MatrixStore* store : stores) {
+    store->staged_ = twice ? *next : nullptr;
+    store->staged_weights_ = *(next + 1);
+    store->payload_ = *(next + 2);
+    store->gradient_ = *(next + 3);
+    next += 4;
+    store->regions_ = std::move(regions[store->index_]);
+    char* data = store->gradient_->data();
+    for (PushRegion& region : store->regions_) {
+      region.data = data;
+      data += region.block.elements() * region.block.parts * DTypeSize(store->spec_->push_dtype);
+    }
+  }
+  return absl::OkStatus();
+}
+
+char* MatrixStore::PieceTarget(int32_t region, int32_t part, int64_t offset) const {
+  const PushRegion& r = regions_[region];
+  return r.data + (part * r.block.elements() + offset) * DTypeSize(spec_->push_dtype);
+}
+
+std::vector<float*> MatrixStore::StatePointers(const SharedBuffer& buffer) const {
+  std::vector<float*> pointers;
+  for (size_t i = 0; i < rule_->State().size(); ++i)
+    pointers.push_back(buffer.floats() + static_cast<int64_t>(i) * spec_->elements());
+  return pointers;
+}
+
+// The pieces of the attempt in rank order. Absent parts are left out: they weigh nothing. Blocks
+// without a reduce group form one group per rank.
+GradientView MatrixStore::View(const Attempt& attempt) const {
+  GradientView view;
+  view.mean = spec_->mean;
+  const v1::CommonFields& common = attempt.ranks[0].begin.common();
+  if (common.has_grad_scale()) view.grad_scale = common.grad_scale();
+  const auto world = static_cast<int32_t>(attempt.ranks.size());
+  std::map<int32_t, int32_t> groups;  // reduce group -> number, in order of appearance
+  for (const PushRegion& region : regions_) {
+    const AttemptRank& rank = attempt.ranks[region.rank];
+    int32_t group = region.rank;
+    if (region.block.reduce_group >= 0) {
+      const auto number = world + static_cast<int32_t>(groups.size());
+      group = groups.emplace(region.block.reduce_group, number).first->second;
+    }
+    for (int32_t part = 0; part < region.block.parts; ++part) {
+      if (rank.arrivals.Absent(region.block_index, part)) continue;
+      GradientPiece piece;
+      piece.rect = region.block.rect;
+      piece.data = region.data + part * region.block.elements() * DTypeSize(spec_->push_dtype);
+      piece.dtype = spec_->push_dtype;
+      piece.weight = rank.begin.has_weight() ? rank.begin.weight() : 1;
+      piece.group = group;
+      piece.rank = region.rank;
+      view.pieces.push_back(piece);
+    }
+  }
+  return view;
+}
+
+// The common fields of the group laid over the registered rule and the schedule.
+StepArgs MatrixStore::Args(const StepKey& key, const Attempt& attempt, double scale) const {
+  const Rule& rule = spec_->rule;
+  StepArgs args;
+  args.step = key.step;
+  args.commits = figures_.commits;
+  args.kind = KindAtStep(rule, spec_->phase, key.step);
+  args.clip_scale = scale;
+  args.lr = rule.lr;
+  args.weight_decay = rule.weight_decay;
+  const auto& groups = attempt.ranks[0].begin.common().groups();
+  const auto group = groups.find(spec_->group);
+  if (group == groups.end()) return args;
+  if (group->second.has_lr()) args.lr = group->second.lr();
+  if (group->second.has_weight_decay()) args.weight_decay = group->second.weight_decay();
+  if (group->second.has_beta()) args.beta = group->second.beta();
+  if (group->second.kind() == v1::REFRESH) args.kind = StepKind::kRefresh;
+  // A rule without a row-wise step always refreshes.
+  if (group->second.kind() == v1::OFF_REFRESH && rule.family == RuleFamily::kSpectral)
+    args.kind = StepKind::kOffRefresh;
+  return args;
+}
+
+absl::Status MatrixStore::MakeIdle(std::shared_ptr<SharedBuffer>* slot) {
+  if ((*slot)->idle()) return absl::OkStatus();
+  for (std::shared_ptr<SharedBuffer>& spare : spares_) {
+    if (spare->bytes() != (*slot)->bytes() || !spare->idle()) continue;
+    spare.swap(*slot);
+    return absl::OkStatus();
+  }
+  STIEFEL_ASSIGN_OR_RETURN(auto fresh, AllocateTogether(backend_, {(*slot)->bytes()}));
+  spares_.push_back(std::move(*slot));
+  *slot = std::move(fresh[0]);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<MatrixJob> MatrixStore::BeginJob(const StepKey& key, const Attempt& attempt,
+                                                double scale) {
+  update_.reset();
+  staged_step_.reset();
+  MatrixJob job;
+  job.key = key;
+  job.spec = spec_;
+  job.rule = rule_.get();
+  job.gradient = View(attempt);
+  job.args = Args(key, attempt, scale);
+  job.state = StatePointers(*state_);
+  job.state_elements = spec_->elements();
+  job.zero_state = !zeroed_;
+  job.buffers.state.assign(job.state.begin(), job.state.end());
+  if (staged_ != nullptr) {
+    STIEFEL_RETURN_IF_ERROR(MakeIdle(&staged_));
+    job.buffers.staged_state = StatePointers(*staged_);
+  }
+  if (weights_mode_) {
+    STIEFEL_RETURN_IF_ERROR(MakeIdle(&staged_weights_));
+    job.buffers.weights = weights_->floats();
+    job.buffers.staged_weights = staged_weights_->floats();
+  }
+  if (!sends_staged_weights()) {
+    STIEFEL_RETURN_IF_ERROR(MakeIdle(&payload_));
+    if (weights_mode_) {
+      job.buffers.weights_payload = payload_->data();
+      job.buffers.payload_dtype = spec_->pull_dtype;
+    } else {
+      job.buffers.delta = payload_->data();
+      job.buffers.delta_dtype = spec_->pull_dtype;
+    }
+  }
+  return job;
+}
+
+void MatrixStore::FinishJob(const MatrixJob& job, const StepResult& result,
+                            const std::string& explanation, int64_t micros) {
+  zeroed_ = true;
+  figures_.compute_micros += micros;
+  staged_step_ = Staged{job, result, explanation};
+  const bool finite = result.nonfinite_gradient == 0 && result.nonfinite_update == 0;
+  update_ = MatrixUpdate{job.key, false, nullptr};
+  if (finite) update_->buffer = sends_staged_weights() ? staged_weights_ : payload_;
+}
+
+void MatrixStore::SetAbsent(const StepKey& key) {
+  staged_step_.reset();
+  update_ = MatrixUpdate{key, true, nullptr};
+}
+
+std::optional<MatrixJob> MatrixStore::Commit(int64_t step) {
+  std::optional<MatrixJob> absorb;
+  if (!staged_step_ || staged_step_->job.key.step != step) return absorb;  // absent
+  const Staged staged = *std::move(staged_step_);
+  staged_step_.reset();
+  if (staged_ != nullptr) {
+    state_.swap(staged_);
+  } else if (!rule_->State().empty()) {
+    absorb = staged.job;
+  }
+  if (weights_mode_) weights_.swap(staged_weights_);
+
+  ++figures_.commits;
+  const bool refresh = staged.job.args.kind == StepKind::kRefresh;
+  figures_.last_kind = spec_->rule.family != RuleFamily::kSpectral ? "element_wise"
+                       : refresh                                   ? "refresh"
+                                                                   : "row_wise";
+  figures_.update_rms = staged.result.update_rms;
+  if (staged.result.newton_schulz) {
+    ++figures_.refreshes;
+    figures_.last_refresh_step = step;
+    if (staged.result.residual != StepResult::kNotMeasured)
+      figures_.residual = staged.result.residual;
+  }
+  return absorb;
+}
+
+void MatrixStore::Discard() {
+  staged_step_.reset();
+  update_.reset();
+}
+
+void MatrixStore::Skip(const std::string& reason) {
+  if (staged_step_) {  // an absent matrix has nothing to skip
+    ++figures_.skips;
+    figures_.last_skip_reason =
+        staged_step_->explanation.empty() ? reason : staged_step_->explanation;
+  }
+  Discard();
+}
+
+HashInput MatrixStore::PinForHash() const {
+  HashInput input;
+  input.name = spec_->name;
+  input.state_bytes = StateBytes();
+  if (zeroed_ && input.state_bytes > 0) {
+    input.state = state_->data();
+    input.pins.push_back(SharedBuffer::Pin(state_));
+  }
+  if (weights_mode_) {
+    input.weights = weights_->data();
+    input.weights_bytes = WeightBytes();
+    input.pins.push_back(SharedBuffer::Pin(weights_));
+  }
+  return input;
+}
+
+}  // namespace stiefel

@@ -1,0 +1,195 @@
+// One matrix as its owner holds it: state, weights, the gradients of the open attempt, the staged
+// outcome of the step and what is sent of it.
+//
+//   BeginJob -> [engine: RunStepJob] -> FinishJob -> update() is published
+//     -> Commit (double staging and weights: pointers are swapped) [-> engine: RunAbsorbJob]
+//     or Discard
+//
+// The object is guarded by its host's lock; the two Run* functions are called without it and touch
+// only the memory that the job names.
+#ifndef STIEFEL_SERVER_MATRIX_STORE_H_
+#define STIEFEL_SERVER_MATRIX_STORE_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "kernels/rules/matrix_rule.h"
+#include "plan/memory.h"
+#include "server/run_machine.h"
+#include "server/run_spec.h"
+#include "server/shared_buffer.h"
+
+namespace stiefel {
+
+// Names a computation: results of another one are of no interest.
+struct StepKey {
+  int64_t step = 0;
+  int32_t attempt = 0;
+  int32_t round = 0;
+
+  friend bool operator==(const StepKey& a, const StepKey& b) {
+    return a.step == b.step && a.attempt == b.attempt && a.round == b.round;
+  }
+};
+
+// Everything that the engine needs to compute a matrix, or to absorb its gradient. The pointers are
+// those of the store, which outlives its jobs.
+struct MatrixJob {
+  StepKey key;
+  const MatrixSpec* spec = nullptr;
+  MatrixRule* rule = nullptr;
+  GradientView gradient;
+  StepArgs args;
+  StepBuffers buffers;
+  std::vector<float*> state;  // to zero, or to absorb into
+  int64_t state_elements = 0;
+  bool zero_state = false;
+};
+
+// On the engine. Fills result and, where something is not finite, says what and whose.
+absl::Status RunStepJob(const MatrixJob& job, Stream* stream, DeviceBuffer* workspace,
+                        StepResult* result, std::string* explanation);
+absl::Status RunAbsorbJob(const MatrixJob& job, Stream* stream);
+
+// The gradient of one push block: `parts` regions one after the other.
+struct PushRegion {
+  int32_t rank = 0;
+  int32_t block_index = 0;  // among the rank's push blocks
+  BlockSpec block;
+  char* data = nullptr;
+};
+
+// What trainers may be sent of a step. buffer is null where the matrix is absent or not finite.
+struct MatrixUpdate {
+  StepKey key;
+  bool absent = false;
+  std::shared_ptr<SharedBuffer> buffer;  // rows x cols in the pull dtype
+};
+
+// For status, of committed steps only.
+struct MatrixFigures {
+  std::string last_kind;  // refresh, row_wise, element_wise; empty before the first step
+  int64_t last_refresh_step = 0;
+  std::optional<double> residual;
+  std::optional<double> update_rms;
+  int64_t commits = 0;
+  int64_t refreshes = 0;
+  int64_t skips = 0;
+  std::string last_skip_reason;
+  int64_t compute_micros = 0;  // of all steps, committed or not
+};
+
+// Memory of a matrix to be hashed, held as it is while the pins live.
+struct HashInput {
+  std::string name;
+  const char* state = nullptr;  // null: all zero
+  int64_t state_bytes = 0;
+  const char* weights = nullptr;
+  int64_t weights_bytes = 0;
+  std::vector<std::shared_ptr<const void>> pins;
+};
+
+// XXH3 over the name, the state buffers and the weights.
+uint64_t HashMatrix(const HashInput& input);
+
+class MatrixStore {
+ public:
+  // INVALID_ARGUMENT as MatrixRule::Create. `spec` and the backend outlive the store.
+  static absl::StatusOr<std::unique_ptr<MatrixStore>> Create(int32_t index, const MatrixSpec* spec,
+                                                             bool weights_mode,
+                                                             std::shared_ptr<Backend> backend);
+
+  // All stores of a run get their memory together. First what lives as long as the run (state,
+  // weights), then, once everybody has joined, what steps need. RESOURCE_EXHAUSTED: nothing changed.
+  static absl::Status AllocateState(const std::vector<MatrixStore*>& stores,
+                                    const std::shared_ptr<Backend>& backend);
+  static absl::Status AllocateSteps(const std::vector<MatrixStore*>& stores, Staging staging,
+                                    const std::vector<RankState>& ranks,
+                                    const std::shared_ptr<Backend>& backend);
+
+  int32_t index() const { return index_; }
+  const MatrixSpec& spec() const { return *spec_; }
+  int64_t WorkspaceBytes() const { return rule_->WorkspaceBytes(); }
+  const std::string& Method() const { return rule_->Method(); }
+  const MatrixFigures& figures() const { return figures_; }
+  const std::optional<MatrixUpdate>& update() const { return update_; }
+  const std::shared_ptr<SharedBuffer>& weights() const { return weights_; }
+  const std::vector<PushRegion>& regions() const { return regions_; }
+
+  // Where a piece of a push block goes. REQUIRES: checked by the run's machine.
+  char* PieceTarget(int32_t region, int32_t part, int64_t offset) const;
+
+  // A job for the open attempt of the machine, whose blocks are all here. Nothing of an earlier
+  // update is needed any more by whoever has not pinned it. RESOURCE_EXHAUSTED: a reader holds a
+  // buffer and there is no memory for another.
+  absl::StatusOr<MatrixJob> BeginJob(const StepKey& key, const Attempt& attempt, double scale);
+  // It ended (the result may be not finite: `explanation` then says what and whose): stages it.
+  void FinishJob(const MatrixJob& job, const StepResult& result, const std::string& explanation,
+                 int64_t micros);
+  void SetAbsent(const StepKey& key);
+
+  // The staged step was decided. Returns the job that takes the gradient in, for lazy staging;
+  // it must not run while the state is pinned.
+  std::optional<MatrixJob> Commit(int64_t step);
+  // The attempt was dropped.
+  void Discard();
+  // The step, or this matrix in it, was skipped. The matrix's own explanation goes before `reason`.
+  void Skip(const std::string& reason);
+  // Nobody needs the update of the last step any more.
+  void FreeUpdate() { update_.reset(); }
+
+  HashInput PinForHash() const;
+
+ private:
+  MatrixStore(int32_t index, const MatrixSpec* spec, bool weights_mode,
+              std::shared_ptr<Backend> backend)
+      : index_(index), spec_(spec), weights_mode_(weights_mode), backend_(std::move(backend)) {}
+
+  bool sends_staged_weights() const {
+    return weights_mode_ && spec_->pull_dtype == DType::kFp32;
+  }
+  int64_t StateBytes() const;
+  int64_t WeightBytes() const;
+  int64_t PayloadBytes() const;
+  std::vector<float*> StatePointers(const SharedBuffer& buffer) const;
+  GradientView View(const Attempt& attempt) const;
+  StepArgs Args(const StepKey& key, const Attempt& attempt, double scale) const;
+  // Makes `slot` a buffer that nobody reads.
+  absl::Status MakeIdle(std::shared_ptr<SharedBuffer>* slot);
+
+  // Constant after construction.
+  const int32_t index_;
+  const MatrixSpec* const spec_;
+  const bool weights_mode_;
+  const std::shared_ptr<Backend> backend_;
+  std::unique_ptr<MatrixRule> rule_;
+
+  std::shared_ptr<SharedBuffer> state_;
+  std::shared_ptr<SharedBuffer> staged_;  // null: lazy
+  std::shared_ptr<SharedBuffer> weights_, staged_weights_;
+  std::shared_ptr<SharedBuffer> payload_;   // null: the staged weights are sent
+  std::shared_ptr<SharedBuffer> gradient_;  // of all regions
+  std::vector<std::shared_ptr<SharedBuffer>> spares_;  // whose readers were slow
+  std::vector<PushRegion> regions_;                    // in rank order
+  bool zeroed_ = false;                                // state is not as allocated
+
+  struct Staged {
+    MatrixJob job;
+    StepResult result;
+    std::string explanation;
+  };
+  std::optional<Staged> staged_step_;
+  std::optional<MatrixUpdate> update_;
+  MatrixFigures figures_;
+};
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_SERVER_MATRIX_STORE_H_

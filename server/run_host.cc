@@ -1,0 +1,236 @@
+#include "server/run_host.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+
+namespace stiefel {
+namespace {
+
+// Longest that a JoinRun is held, whatever the caller asks for.
+constexpr double kMaxJoinWaitSeconds = 3600;
+
+}  // namespace
+
+RunHost::RunHost(Environment environment, std::shared_ptr<const RunSpec> spec)
+    : environment_(std::move(environment)),
+      spec_(std::move(spec)),
+      opened_at_(environment_.clock->NowMicros()),
+      machine_(spec_, opened_at_),
+      ranks_(spec_->world_size()) {}
+
+absl::StatusOr<std::shared_ptr<RunHost>> RunHost::Open(Environment environment,
+                                                       const v1::OpenRunRequest& request) {
+  STIEFEL_ASSIGN_OR_RETURN(std::shared_ptr<const RunSpec> spec, RunSpec::Create(request));
+  auto host = std::shared_ptr<RunHost>(new RunHost(std::move(environment), std::move(spec)));
+  STIEFEL_RETURN_IF_ERROR(host->Allocate());
+  return host;
+}
+
+AdmissionLimits RunHost::Limits() const {
+  AdmissionLimits limits;
+  limits.memory_limit_bytes = environment_.options.memory_limit_bytes;
+  limits.credit_window_bytes = environment_.options.credit_window_bytes;
+  limits.matrices_in_flight = environment_.engine->workers();
+  limits.staging = environment_.options.staging;
+  return limits;
+}
+
+absl::Status RunHost::Allocate() {
+  MutexLock lock(&mutex_);
+  STIEFEL_ASSIGN_OR_RETURN(admitted_, AdmitRun(*spec_, {}, Limits()));
+  std::vector<MatrixStore*> stores;
+  std::vector<int64_t> workspaces;
+  for (const int32_t index : spec_->owned()) {
+    STIEFEL_ASSIGN_OR_RETURN(
+        std::unique_ptr<MatrixStore> store,
+        MatrixStore::Create(index, &spec_->matrices()[index], spec_->weights_mode(),
+                            environment_.backend));
+    stores.push_back(store.get());
+    workspaces.push_back(store->WorkspaceBytes());
+    stores_[index] = std::move(store);
+  }
+  STIEFEL_RETURN_IF_ERROR(MatrixStore::AllocateState(stores, environment_.backend));
+  environment_.engine->SetWorkspaces(std::move(workspaces));
+  machine_.set_admission([this](const std::vector<RankState>& ranks) {
+    mutex_.AssertHeld();  // the machine is called under the lock only
+    return AdmitSteps(ranks);
+  });
+  if (!spec_->weights_mode()) return absl::OkStatus();
+  std::map<int32_t, std::shared_ptr<SharedBuffer>> weights;
+  for (const MatrixStore* store : stores) weights[store->index()] = store->weights();
+  init_ = std::make_unique<WeightsInit>(spec_, std::move(weights));
+  if (stores.empty()) {  // nothing to initialise here
+    Actions actions;
+    machine_.OnWeightsReady(&actions);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RunHost::AdmitSteps(const std::vector<RankState>& ranks) {
+  STIEFEL_ASSIGN_OR_RETURN(admitted_, AdmitRun(*spec_, ranks, Limits()));
+  std::vector<MatrixStore*> stores;
+  for (const auto& [index, store] : stores_) stores.push_back(store.get());
+  STIEFEL_RETURN_IF_ERROR(
+      MatrixStore::AllocateSteps(stores, admitted_.staging, ranks, environment_.backend));
+  targets_.assign(ranks.size(), {});
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    targets_[rank].resize(ranks[rank].push.size(), {nullptr, 0});
+  for (MatrixStore* store : stores) {
+    for (size_t r = 0; r < store->regions().size(); ++r) {
+      const PushRegion& region = store->regions()[r];
+      targets_[region.rank][region.block_index] = {store, static_cast<int32_t>(r)};
+    }
+  }
+  return absl::OkStatus();
+}
+
+void RunHost::EndTurn(Turn* turn) {
+  for (DataWrite& write : turn->writes)
+    write.sink->Write(BuildChunk(std::move(write.plan), write.receiver));
+  turn->writes.clear();
+  calls_.Run();
+}
+
+uint64_t RunHost::Join(const v1::JoinRunRequest& request, JoinDone done) {
+  Turn turn;
+  uint64_t token;
+  {
+    MutexLock lock(&mutex_);
+    token = next_id_++;
+    joins_[token] = std::move(done);
+    const double wait = std::isfinite(request.wait_seconds())
+                            ? std::clamp(request.wait_seconds(), 0.0, kMaxJoinWaitSeconds)
+                            : 0.0;
+    const int64_t now = Now();
+    machine_.OnJoin(token, request, now, now + static_cast<int64_t>(wait * 1e6), &turn.actions);
+    Perform(&turn);
+  }
+  EndTurn(&turn);
+  return token;
+}
+
+bool RunHost::CancelJoin(uint64_t token) {
+  JoinDone dropped;  // destroyed outside the lock
+  MutexLock lock(&mutex_);
+  const auto found = joins_.find(token);
+  if (found == joins_.end()) return false;
+  dropped = std::move(found->second);
+  joins_.erase(found);
+  machine_.OnJoinCancelled(token);
+  return true;
+}
+
+absl::StatusOr<v1::TakeOverResponse> RunHost::TakeOver(const v1::TakeOverRequest& request) {
+  Turn turn;
+  absl::StatusOr<v1::TakeOverResponse> record = absl::UnknownError("");
+  {
+    MutexLock lock(&mutex_);
+    record = machine_.OnTakeOver(request, Now(), &turn.actions);
+    Perform(&turn);
+  }
+  EndTurn(&turn);
+  return record;
+}
+
+absl::StatusOr<v1::CloseRunResponse> RunHost::CloseRun(const v1::CloseRunRequest& request) {
+  Turn turn;
+  absl::StatusOr<bool> closed = false;
+  {
+    MutexLock lock(&mutex_);
+    closed = machine_.OnClose(request, Now(), &turn.actions);
+    Perform(&turn);
+  }
+  EndTurn(&turn);
+  if (!closed.ok()) return closed.status();
+  v1::CloseRunResponse response;
+  response.set_run_ended(*closed);
+  return response;
+}
+
+void RunHost::Tick() {
+  Turn turn;
+  {
+    MutexLock lock(&mutex_);
+    machine_.OnTick(Now(), &turn.actions);
+    Perform(&turn);
+  }
+  EndTurn(&turn);
+}
+
+void RunHost::Drain() {
+  Turn turn;
+  {
+    MutexLock lock(&mutex_);
+    machine_.OnDrain(Now(), &turn.actions);
+    Perform(&turn);
+  }
+  EndTurn(&turn);
+}
+
+bool RunHost::Quiet() const {
+  MutexLock lock(&mutex_);
+  if (machine_.ended()) return true;
+  return !machine_.attempt().sealed() && computing_ == 0 && absorbing_ == 0;
+}
+
+bool RunHost::ended() const {
+  MutexLock lock(&mutex_);
+  return machine_.ended();
+}
+
+void RunHost::CloseStreams(const absl::Status& status) {
+  while (!controls_.empty()) CloseControl(controls_.begin()->first, status);
+  while (!data_.empty()) CloseData(data_.begin()->first, status);
+}
+
+void RunHost::Disconnect(const absl::Status& status) {
+  {
+    MutexLock lock(&mutex_);
+    CloseStreams(status);
+    for (auto& [token, done] : joins_) {
+      machine_.OnJoinCancelled(token);
+      calls_.Add([done = std::move(done), status] { done(status, {}); });
+    }
+    joins_.clear();
+  }
+  calls_.Run();
+}
+
+// The memory of an ended run is given back when no copy and no job can touch it any more.
+void RunHost::ReleaseIfQuiet() {
+  if (!machine_.ended() || copies_ > 0 || computing_ > 0 || absorbing_ > 0 || hashing_ > 0) return;
+  if (stores_.empty()) return;
+  targets_.clear();
+  stores_.clear();
+  if (init_ != nullptr) init_->Close();
+}
+
+absl::StatusOr<WeightsInit::Progress> RunHost::TakeInitWeights(IncomingChunk* chunk) {
+  const v1::ChunkHeader& header = chunk->header();
+  if (init_ == nullptr) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "run \"", spec_->opened().name(), "\" is in DELTA mode: servers hold no weights"));
+  }
+  if (header.type() != v1::ChunkHeader::INIT_WEIGHTS)
+    return absl::InvalidArgumentError(absl::StrCat("a chunk of type ", header.type(),
+                                                   " on InitWeights, not INIT_WEIGHTS"));
+  {
+    MutexLock lock(&mutex_);
+    STIEFEL_RETURN_IF_ERROR(machine_.CheckTrainer(header.sender()));
+  }
+  STIEFEL_ASSIGN_OR_RETURN(const WeightsInit::Progress progress, init_->Take(chunk));
+  if (!progress.completed_now) return progress;
+  Turn turn;
+  {
+    MutexLock lock(&mutex_);
+    machine_.OnWeightsReady(&turn.actions);
+    Perform(&turn);
+  }
+  EndTurn(&turn);
+  return progress;
+}
+
+}  // namespace stiefel

@@ -1,0 +1,266 @@
+// A run as a server serves it: the pure RunMachine, and around it the memory, the engine and the
+// streams. Transport-free: it speaks to trainers through sinks.
+//
+// Every event takes the lock, tells the machine, performs its actions in order, and then, outside
+// the lock, puts chunks together and calls sinks and callbacks. Payload is copied outside the lock;
+// the buffers of an attempt are not reused before every copy and computation in them has ended
+// (RunMachine::OnSettled).
+//
+// Files: run_host.cc (calls, life), run_host_streams.cc (streams, chunks, credits),
+// run_host_step.cc (the machine's actions, the engine), run_host_status.cc.
+#ifndef STIEFEL_SERVER_RUN_HOST_H_
+#define STIEFEL_SERVER_RUN_HOST_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/clock.h"
+#include "common/mutex.h"
+#include "server/admission.h"
+#include "server/engine.h"
+#include "server/matrix_store.h"
+#include "server/options.h"
+#include "server/ordered_calls.h"
+#include "server/publisher.h"
+#include "server/run_machine.h"
+#include "server/sinks.h"
+#include "server/weights_init.h"
+#include "stiefel/v1/optimizer.pb.h"
+#include "stiefel/v1/status.pb.h"
+
+namespace stiefel {
+
+// Thread-safe. Made by Open; jobs and streams share its ownership.
+class RunHost : public std::enable_shared_from_this<RunHost> {
+ public:
+  // What a process lends to its run. All outlive it.
+  struct Environment {
+    ServerOptions options;  // resolved: no zeros that stand for defaults
+    std::shared_ptr<Backend> backend;
+    Engine* engine;
+    const Clock* clock;
+  };
+
+  // Checks and admits the run and allocates its state. INVALID_ARGUMENT and FAILED_PRECONDITION as
+  // RunSpec::Create; RESOURCE_EXHAUSTED with the numbers, nothing allocated.
+  static absl::StatusOr<std::shared_ptr<RunHost>> Open(Environment environment,
+                                                       const v1::OpenRunRequest& request);
+
+  // ---- calls
+
+  // `done` is called exactly once, outside locks, now or later, unless CancelJoin(token) came
+  // first. Returns the token.
+  using JoinDone = std::function<void(const absl::Status&, const v1::JoinRunResponse&)>;
+  uint64_t Join(const v1::JoinRunRequest& request, JoinDone done);
+  // True: `done` will not be called. False: it was or is being called.
+  bool CancelJoin(uint64_t token);
+
+  absl::StatusOr<v1::TakeOverResponse> TakeOver(const v1::TakeOverRequest& request);
+  absl::StatusOr<v1::CloseRunResponse> CloseRun(const v1::CloseRunRequest& request);
+
+  // ---- streams. An id names a stream until its On*Closed; what comes for an id that the host
+  // ended is ignored.
+
+  // FAILED_PRECONDITION: an unknown, stale or foreign sender. Messages may be sent before this
+  // returns. A newer control stream of one incarnation replaces the older.
+  absl::StatusOr<uint64_t> OpenControl(const v1::Sender& sender,
+                                       std::shared_ptr<ControlSink> sink);
+  void OnControlMessage(uint64_t stream, const v1::TrainerMessage& message);
+  void OnControlClosed(uint64_t stream);
+
+  // Likewise; RESOURCE_EXHAUSTED: too many streams of the rank.
+  absl::StatusOr<uint64_t> OpenData(const v1::Sender& sender, std::shared_ptr<DataSink> sink);
+  // Takes a chunk in; its bytes are read during the call. An error ends the stream, to which the
+  // caller says it: INVALID_ARGUMENT, OUT_OF_RANGE, FAILED_PRECONDITION (stale sender, no credit),
+  // RESOURCE_EXHAUSTED (beyond all credit), DATA_LOSS (checksum). Pieces before the refused one
+  // stay accepted.
+  absl::Status OnChunk(uint64_t stream, IncomingChunk* chunk);
+  void OnDataWritten(uint64_t stream);
+  void OnDataClosed(uint64_t stream);
+
+  // WEIGHTS mode: one chunk of an InitWeights call. Errors: those of WeightsInit::Take;
+  // FAILED_PRECONDITION: DELTA mode, or the sender has not joined.
+  absl::StatusOr<WeightsInit::Progress> TakeInitWeights(IncomingChunk* chunk);
+
+  // ---- time and the end
+
+  // About four times a second.
+  void Tick();
+  // No new attempt is begun; an unsealed one is dropped.
+  void Drain();
+  // Nothing here waits for a decision, or is being computed.
+  bool Quiet() const;
+  // Ends all streams and pending joins with this status.
+  void Disconnect(const absl::Status& status);
+  bool ended() const;
+
+  // ---- status
+
+  const RunSpec& spec() const { return *spec_; }
+  void FillHeldRun(v1::ServerInfo::HeldRun* held) const;
+  void FillStatus(v1::RunStatus* status) const;
+  double ReleaseSeconds() const;
+  int64_t declared_bytes() const;
+  int64_t open_streams() const;
+  // Hashes of the committed state by matrix index, when nothing is being absorbed; on an engine
+  // thread, or at once where nothing is owned.
+  using HashDone = std::function<void(const std::map<int32_t, uint64_t>&)>;
+  void HashState(HashDone done);
+
+ private:
+  using StreamKey = std::pair<int32_t, Incarnation>;  // of a rank's life
+
+  struct ControlStream {
+    StreamKey key;
+    std::shared_ptr<ControlSink> sink;
+  };
+  struct DataStream {
+    StreamKey key;
+    std::shared_ptr<DataSink> sink;
+    bool writing = false;
+  };
+  struct DataWrite {
+    std::shared_ptr<DataSink> sink;
+    ChunkPlan plan;
+    v1::Sender receiver;
+  };
+  // One event: what it makes the machine ask for, and what is left to do outside the lock.
+  struct Turn {
+    Actions actions;
+    std::vector<DataWrite> writes;
+  };
+  struct Credit {
+    int64_t step = 0;
+    int32_t attempt = -1;
+    int64_t consumed_bytes = 0;
+    int64_t granted_bytes = 0;
+  };
+  // A rank's streams and what is on its way to it.
+  struct RankIo {
+    Credit credit;
+    PullQueue queue;
+    std::set<uint64_t> data_streams;
+    Incarnation pulls_of;  // whose pull blocks these are
+    std::map<int32_t, std::vector<int32_t>> pulls;  // matrix -> owned pull blocks
+  };
+  // Where an accepted piece of a chunk goes. Null: its bytes are passed over.
+  struct Placement {
+    char* target = nullptr;
+    int64_t bytes = 0;
+    bool check = false;  // a checksum is to be compared
+    bool lost = false;
+  };
+  struct HashRun {
+    HashDone done;
+    std::map<int32_t, uint64_t> hashes;
+    size_t missing = 0;
+  };
+
+  RunHost(Environment environment, std::shared_ptr<const RunSpec> spec);
+  absl::Status Allocate();
+
+  // run_host.cc
+  int64_t Now() const { return environment_.clock->NowMicros(); }
+  void EndTurn(Turn* turn) ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status AdmitSteps(const std::vector<RankState>& ranks)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  AdmissionLimits Limits() const;
+  void CloseStreams(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ReleaseIfQuiet() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // run_host_streams.cc
+  absl::Status CheckChunk(const DataStream& stream, const IncomingChunk& chunk) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckCredit(const v1::ChunkHeader& header, int64_t bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status PlacePieces(const v1::ChunkHeader& header, std::vector<Placement>* placements)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static absl::Status CopyPieces(IncomingChunk* chunk, std::vector<Placement>* placements);
+  void GrantCredit(int32_t rank, bool always, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CloseData(uint64_t stream, const absl::Status& status)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CloseControl(uint64_t stream, const absl::Status& status)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Pump(int32_t rank, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RefreshPulls(int32_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Enqueue(int32_t rank, int32_t block, const MatrixStore& store)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EnqueueWeights(int32_t rank, int32_t block, const MatrixStore& store)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // run_host_step.cc
+  void Perform(Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::SendControl& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::AnswerJoin& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::GrantCredit& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::Compute& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::Publish& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::Resend& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::Finish& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::FreeDeltas& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::Fence& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::EndRun& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool Current(const StepKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RunCompute(const MatrixJob& job, int32_t matrix, const absl::Status& ready, Stream* stream,
+                  DeviceBuffer* workspace);
+  void CommitStores(const v1::Decide& decision) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void StartAbsorbs() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RunAbsorb(const MatrixJob& job, const absl::Status& ready, Stream* stream);
+  // Tells the machine that an ended attempt has left the buffers, once it has.
+  void MaybeSettle(Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // run_host_status.cc
+  void StartHashes() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RunHash(const std::shared_ptr<HashRun>& run, int32_t matrix, HashInput input);
+
+  // Constant after construction.
+  const Environment environment_;
+  const std::shared_ptr<const RunSpec> spec_;
+  const int64_t opened_at_;
+  std::unique_ptr<WeightsInit> init_;  // null: DELTA mode
+
+  // Own synchronisation.
+  OrderedCalls calls_;
+
+  mutable Mutex mutex_;
+  RunMachine machine_ ABSL_GUARDED_BY(mutex_);
+  std::map<int32_t, std::unique_ptr<MatrixStore>> stores_ ABSL_GUARDED_BY(mutex_);
+  // By rank and push block: the store and the region in it; null where another server owns it.
+  std::vector<std::vector<std::pair<MatrixStore*, int32_t>>> targets_ ABSL_GUARDED_BY(mutex_);
+  Admitted admitted_ ABSL_GUARDED_BY(mutex_);
+
+  uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
+  std::map<uint64_t, JoinDone> joins_ ABSL_GUARDED_BY(mutex_);
+  std::map<uint64_t, ControlStream> controls_ ABSL_GUARDED_BY(mutex_);
+  std::map<StreamKey, uint64_t> control_of_ ABSL_GUARDED_BY(mutex_);
+  std::map<uint64_t, DataStream> data_ ABSL_GUARDED_BY(mutex_);
+  std::vector<RankIo> ranks_ ABSL_GUARDED_BY(mutex_);
+
+  int64_t copies_ ABSL_GUARDED_BY(mutex_) = 0;     // chunks being copied into gradient buffers
+  int64_t computing_ ABSL_GUARDED_BY(mutex_) = 0;  // step jobs with the engine
+  int64_t absorbing_ ABSL_GUARDED_BY(mutex_) = 0;  // absorb jobs with the engine, or waiting
+  int64_t hashing_ ABSL_GUARDED_BY(mutex_) = 0;    // hash jobs with the engine
+  std::optional<std::pair<int64_t, int32_t>> settling_ ABSL_GUARDED_BY(mutex_);
+  std::vector<MatrixJob> absorbs_ ABSL_GUARDED_BY(mutex_);  // wait for the hash jobs
+  std::vector<HashDone> hash_waiters_ ABSL_GUARDED_BY(mutex_);
+
+  double last_grad_norm_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::deque<int64_t> step_ends_ ABSL_GUARDED_BY(mutex_);  // times of the last steps
+  int64_t bytes_pushed_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t bytes_pulled_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_SERVER_RUN_HOST_H_
