@@ -259,7 +259,7 @@ class Trainer {
   explicit Trainer(std::unique_ptr<Session> session);
   absl::Status CheckProcess() const;
 
-  const int64_t process_;  // of Connect
+  const int64_t process_;  // that connected
   std::unique_ptr<Session> session_;
 };
 

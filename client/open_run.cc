@@ -1,0 +1,272 @@
+#include "client/open_run.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "common/clock.h"
+#include "common/errors.h"
+#include "common/mutex.h"
+#include "common/status.h"
+#include "plan/placement.h"
+
+namespace stiefel {
+namespace {
+
+// What may pass by itself: the server is starting, or the network is.
+bool Transient(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) ||
+         absl::IsResourceExhausted(status) || absl::IsUnknown(status) || absl::IsInternal(status);
+}
+
+bool ServerMayCome(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status);
+}
+
+// While an older life of the rank still counts as alive, or the run is between two leaders. A
+// deadline is final: the server held the call as long as it was asked to, and says who is missing.
+bool JoinMayCome(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsNotFound(status) || absl::IsAlreadyExists(status);
+}
+
+// How often a rank looks whether the leader has opened the run.
+constexpr int64_t kPollMicros = 200000;
+
+void Pause(int64_t micros) {
+  Mutex mutex;
+  CondVar never;
+  MutexLock lock(&mutex);
+  const int64_t until = RealClock().NowMicros() + micros;
+  while (never.WaitUntilMicros(&mutex, until)) {
+  }
+}
+
+absl::StatusOr<Plan> PlanRun(const Layout& layout, const Survey& survey) {
+  PlanRequest request;
+  for (const ParameterSpec& parameter : layout.parameters()) {
+    PlanMatrix matrix;
+    matrix.name = parameter.name;
+    matrix.rows = parameter.rows();
+    matrix.cols = parameter.cols();
+    matrix.rule = parameter.rule;
+    matrix.push_dtype = parameter.push_dtype;
+    matrix.pull_dtype = parameter.pull_dtype.value_or(parameter.push_dtype);
+    request.matrices.push_back(std::move(matrix));
+  }
+  const TrainerOptions& options = layout.options();
+  request.memory.weights_mode = options.mode == UpdateMode::kWeights;
+  request.memory.streams = int64_t{options.world_size} * options.data_streams;
+  for (const v1::ServerInfo& info : survey.infos) {
+    ServerSpec server;
+    server.speed = info.speed() > 0 ? info.speed() : 1;
+    server.memory_bytes = info.memory_limit_bytes() > 0 ? info.memory_limit_bytes()
+                                                        : std::numeric_limits<int64_t>::max();
+    request.servers.push_back(server);
+    const absl::StatusOr<Staging> staging = ParseStaging(info.staging());
+    if (staging.ok() && *staging == Staging::kLazy) request.memory.staging = Staging::kLazy;
+    request.memory.window_bytes = std::max(request.memory.window_bytes, info.credit_window_bytes());
+  }
+  // Every rank is taken to push as much as this one.
+  double pushed = 0;
+  double model = 0;
+  for (const LayoutBlock& block : layout.push()) pushed += static_cast<double>(block.elements());
+  for (const PlanMatrix& matrix : request.matrices) {
+    model += static_cast<double>(matrix.rows) * static_cast<double>(matrix.cols);
+  }
+  request.push_copies = std::clamp<int64_t>(
+      static_cast<int64_t>(options.world_size * pushed / model + 0.5), 1, options.world_size);
+  return MakePlan(request);
+}
+
+void CloseAgain(const Servers& servers, uint64_t run_uid, const Incarnation& leader) {
+  v1::CloseRunRequest close;
+  close.mutable_sender()->set_run_uid(run_uid);
+  close.mutable_sender()->set_placement_epoch(1);
+  *close.mutable_sender()->mutable_incarnation() = leader.ToProto();
+  CallEach(servers, "CloseRun", close.SerializeAsString(), 2000000);
+}
+
+}  // namespace
+
+bool Survey::HeldAnywhere() const {
+  return std::any_of(held.begin(), held.end(), [](const auto& run) { return run.has_value(); });
+}
+
+bool Survey::HeldEverywhere() const {
+  return std::all_of(held.begin(), held.end(), [](const auto& run) { return run.has_value(); });
+}
+
+absl::StatusOr<Survey> AskServers(const Servers& servers, const Layout& layout, int64_t deadline) {
+  Survey survey;
+  STIEFEL_ASSIGN_OR_RETURN(
+      survey.infos, CallAllAs<v1::ServerInfo>(
+                        servers, "GetServerInfo",
+                        [](int, int64_t) { return v1::GetServerInfoRequest().SerializeAsString(); },
+                        Transient, deadline));
+  survey.held.resize(survey.infos.size());
+  const int32_t rank = layout.options().rank;
+  int first = -1;
+  for (size_t s = 0; s < survey.infos.size(); ++s) {
+    for (const v1::ServerInfo::HeldRun& run : survey.infos[s].runs()) {
+      if (run.name() != layout.options().run) continue;
+      survey.held[s] = run;
+      if (rank < run.largest_generation_size()) {
+        survey.generation = std::max(survey.generation, run.largest_generation(rank) + 1);
+      }
+      if (first >= 0 && survey.held[first]->run_uid() != run.run_uid()) {
+        return absl::FailedPreconditionError(absl::StrCat(
+            "two runs are named \"", run.name(), "\": server ", servers.addresses[first],
+            " holds uid ", survey.held[first]->run_uid(), " at step ",
+            survey.held[first]->last_consumed_step(), ", server ", servers.addresses[s], " uid ",
+            run.run_uid(), " at step ", run.last_consumed_step(),
+            "; the older one is released after its takeover timeout (",
+            survey.held[first]->release_seconds(), " s and ", run.release_seconds(), " s)"));
+      }
+      first = static_cast<int>(s);
+    }
+  }
+  return survey;
+}
+
+absl::StatusOr<Survey> AwaitOpen(const Servers& servers, const Layout& layout,
+                                 int64_t connect_deadline, int64_t deadline) {
+  absl::StatusOr<Survey> survey = AskServers(servers, layout, connect_deadline);
+  for (;;) {
+    if (!survey.ok() || survey->HeldEverywhere()) return survey;
+    if (RealClock().NowMicros() >= deadline) {
+      const auto missing = std::find(survey->held.begin(), survey->held.end(), std::nullopt);
+      return absl::DeadlineExceededError(absl::StrCat(
+          "server ", servers.addresses[missing - survey->held.begin()], " does not hold run \"",
+          layout.options().run, "\": the leader (rank 0) has ", "not opened it there"));
+    }
+    Pause(kPollMicros);
+    survey = AskServers(servers, layout, deadline);
+  }
+}
+
+absl::Status OpenRun(const Servers& servers, const Layout& layout, const Survey& survey,
+                     uint64_t run_uid, const Incarnation& leader, int64_t deadline) {
+  STIEFEL_ASSIGN_OR_RETURN(const Plan plan, PlanRun(layout, survey));
+  v1::OpenRunRequest request = layout.OpenRequest();
+  request.set_run_uid(run_uid);
+  *request.mutable_leader() = leader.ToProto();
+  for (const int64_t phase : plan.phases) request.add_phases(static_cast<int32_t>(phase));
+  for (const int32_t owner : plan.owners) request.add_owners(owner);
+  const auto opened = CallAllAs<v1::OpenRunResponse>(
+      servers, "OpenRun",
+      [&request](int server, int64_t) {
+        request.set_server_index(server);
+        return request.SerializeAsString();
+      },
+      ServerMayCome, deadline);
+  if (!opened.ok()) CloseAgain(servers, run_uid, leader);
+  return opened.status();
+}
+
+absl::StatusOr<std::vector<v1::TakeOverResponse>> TakeOver(const Servers& servers,
+                                                           const Layout& layout,
+                                                           const Survey& survey,
+                                                           const Incarnation& leader,
+                                                           int64_t deadline) {
+  v1::TakeOverRequest request;
+  request.set_name(layout.options().run);
+  *request.mutable_leader() = leader.ToProto();
+  Servers holders;
+  Servers others;
+  std::vector<int> other_index;
+  for (size_t s = 0; s < servers.connections.size(); ++s) {
+    Servers& list = survey.held[s] ? holders : others;
+    list.addresses.push_back(servers.addresses[s]);
+    list.connections.push_back(servers.connections[s]);
+    if (survey.held[s]) {
+      request.set_run_uid(survey.held[s]->run_uid());
+    } else {
+      other_index.push_back(static_cast<int>(s));
+    }
+  }
+  const auto make_request = [&request](int, int64_t) { return request.SerializeAsString(); };
+  STIEFEL_ASSIGN_OR_RETURN(
+      const std::vector<v1::TakeOverResponse> found,
+      CallAllAs<v1::TakeOverResponse>(holders, "TakeOver", make_request, JoinMayCome, deadline));
+  v1::OpenRunRequest opened = found[0].opened();
+  const std::vector<std::string> list(opened.servers().begin(), opened.servers().end());
+  if (list != servers.addresses) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "run \"", layout.options().run, "\" was opened on servers ", absl::StrJoin(list, ", "),
+        "; this leader was given ", absl::StrJoin(servers.addresses, ", ")));
+  }
+  if (others.connections.empty()) return found;
+  STIEFEL_RETURN_IF_ERROR(CallAllAs<v1::OpenRunResponse>(
+                              others, "OpenRun",
+                              [&opened, &other_index](int server, int64_t) {
+                                opened.set_server_index(other_index[server]);
+                                return opened.SerializeAsString();
+                              },
+                              ServerMayCome, deadline)
+                              .status());
+  return CallAllAs<v1::TakeOverResponse>(servers, "TakeOver", make_request, JoinMayCome, deadline);
+}
+
+absl::StatusOr<std::vector<v1::JoinRunResponse>> JoinRun(const Servers& servers,
+                                                         const Layout& layout,
+                                                         const Incarnation& incarnation,
+                                                         int64_t deadline) {
+  v1::JoinRunRequest request = layout.JoinRequest();
+  *request.mutable_incarnation() = incarnation.ToProto();
+  STIEFEL_ASSIGN_OR_RETURN(std::vector<v1::JoinRunResponse> answers,
+                           CallAllAs<v1::JoinRunResponse>(
+                               servers, "JoinRun",
+                               [&request](int, int64_t left) {
+                                 // The server's own message comes before the call's deadline.
+                                 request.set_wait_seconds(static_cast<double>(left) * 0.9e-6);
+                                 return request.SerializeAsString();
+                               },
+                               JoinMayCome, deadline));
+  for (size_t s = 0; s < answers.size(); ++s) {
+    const v1::JoinRunResponse& answer = answers[s];
+    const std::vector<std::string> list(answer.servers().begin(), answer.servers().end());
+    if (list != servers.addresses) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "run \"", layout.options().run, "\" was opened on servers ", absl::StrJoin(list, ", "),
+          "; rank ", layout.options().rank, " was given ", absl::StrJoin(servers.addresses, ", ")));
+    }
+    const v1::JoinRunResponse& first = answers[0];
+    if (answer.run_uid() == first.run_uid() &&
+        answer.placement_epoch() == first.placement_epoch() &&
+        answer.owners_size() == first.owners_size() &&
+        std::equal(answer.owners().begin(), answer.owners().end(), first.owners().begin())) {
+      continue;
+    }
+    return absl::FailedPreconditionError(absl::StrCat(
+        "servers ", servers.addresses[0], " and ", servers.addresses[s], " hold run uid ",
+        first.run_uid(), " epoch ", first.placement_epoch(), " and uid ", answer.run_uid(),
+        " epoch ", answer.placement_epoch(), " under one name, or disagree on owners"));
+  }
+  const v1::JoinRunResponse& first = answers[0];
+  const bool weights = layout.options().mode == UpdateMode::kWeights;
+  if ((first.update_mode() == v1::WEIGHTS) != weights) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "run \"", layout.options().run, "\" is in ", v1::UpdateMode_Name(first.update_mode()),
+        " mode, rank ", layout.options().rank, " wants ", weights ? "WEIGHTS" : "DELTA"));
+  }
+  // Matrix indexes are the same on all ranks only if the lists are.
+  if (first.parameters_size() != static_cast<int>(layout.parameters().size()) ||
+      first.owners_size() != first.parameters_size()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "run \"", layout.options().run, "\" has ", first.parameters_size(), " parameters, rank ",
+        layout.options().rank, " registers ", layout.parameters().size()));
+  }
+  for (int i = 0; i < first.parameters_size(); ++i) {
+    if (first.parameters(i).name() == layout.parameters()[i].name && first.owners(i) >= 0 &&
+        first.owners(i) < static_cast<int>(servers.addresses.size()))
+      continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "parameter ", i, " of run \"", layout.options().run, "\" is \"", first.parameters(i).name(),
+        "\" (owner ", first.owners(i), "), rank ", layout.options().rank, " registers \"",
+        layout.parameters()[i].name, "\" there"));
+  }
+  return answers;
+}
+
+}  // namespace stiefel
