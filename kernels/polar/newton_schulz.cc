@@ -30,8 +30,11 @@ constexpr int64_t kMaxGramRun = 3;
 bool GramPays(const PolarPlan& plan, const std::vector<int64_t>& restarts) {
   const double aspect = static_cast<double>(plan.n) / static_cast<double>(plan.m);
   const double steps = static_cast<double>(plan.coefficients.size());
-  return plan.m >= kMinShortSide && GramCost(aspect, steps, static_cast<double>(restarts.size())) <
-                                        0.9 * StandardCost(aspect, steps);
+  const int64_t last_run =
+      static_cast<int64_t>(plan.coefficients.size()) - (restarts.empty() ? 0 : restarts.back());
+  return plan.m >= kMinShortSide && last_run <= kMaxGramRun &&
+         GramCost(aspect, steps, static_cast<double>(restarts.size())) <
+             0.9 * StandardCost(aspect, steps);
 }
 
 GemmArgs Product(const MatrixView& a, const MatrixView& b, const MatrixView& c, bool symmetric) {

@@ -71,51 +71,54 @@ Rule PlainPolar(const std::string& coefficients, int64_t steps) {
 }
 
 TYPED_TEST(RulesTest, OutputSingularValuesAreThoseOfTheScalarMap) {
-  const std::pair<const char*, const char*> sets[] = {
-      {"KELLER_JORDAN 5", "keller_jordan"},
-      {"YOU 5", "you"},
-      {"POLAR_EXPRESS 5, safety 1.05", "polar_express"},
-      {"CONVERGENT 12", "convergent"}};
+  struct Set {
+    const char *name, *coefficients, *safety;
+  };
+  const Set sets[] = {{"KELLER_JORDAN 5", "keller_jordan", "1"},
+                      {"YOU 5", "you", "1"},
+                      {"TURBO (YOU, last 4)", "turbo", "1"},
+                      {"POLAR_EXPRESS 5, safety 1.05", "polar_express", "1.05"},
+                      {"POLAR_EXPRESS 5, raw", "polar_express", "1"},
+                      {"CONVERGENT 12", "convergent", "1"}};
   const json envelopes = Load("scalar_envelopes.json");
-  int seen = 0;
-  for (const auto& [key, option] : sets) {
-    for (auto it = envelopes.begin(); it != envelopes.end(); ++it) {
-      // Matched by name up to notation, such as "POLAR_EXPRESS 5, safety 1.05" or
-      // "POLAR_EXPRESS/1.05".
-      if (it.key().substr(0, 5) != std::string(key).substr(0, 5) ||
-          it.key().find("raw") != std::string::npos)
-        continue;
-      ++seen;
-      const json& points = it.value()["points"];
-      const int64_t m = static_cast<int64_t>(points.size());
-      for (const char* form : {"standard", "gram"}) {
-        if (it.value()["coefficients"].size() > 5 && std::string(form) == "gram")
-          continue;  // needs more restarts
-        Rule rule = PlainPolar(option, static_cast<int64_t>(it.value()["coefficients"].size()));
-        ASSERT_TRUE(SetOption(rule, "form", form).ok());
-        // One point is a singular value; the others share what is left of the unit Frobenius norm.
-        for (int64_t p = 0; p < m; ++p) {
-          const double s = points[p][0];
-          const int64_t rest = 11;
-          Dense diagonal(rest + 1, rest + 1);
-          diagonal(0, 0) = s;
-          for (int64_t i = 1; i <= rest; ++i)
-            diagonal(i, i) = std::sqrt((1 - s * s) / static_cast<double>(rest));
-          const Dense u =
-              Multiply(Multiply(RandomOrthonormalRows(rest + 1, rest + 1, 17 + p), diagonal),
-                       RandomOrthonormalRows(rest + 1, 40, 3 + p));
-          MatrixOnDevice matrix(this->backend_.get(), rule, u.rows, u.cols);
-          const Outcome outcome = matrix.Step({WholeGradient(u)}, ArgsOf(rule, 0, 1));
-          const std::vector<double> values = SingularValues(ToDense(outcome.delta, u.rows, u.cols));
-          const double expected = points[p][1];
-          double nearest = 1;
-          for (double v : values) nearest = std::min(nearest, std::fabs(v - expected));
-          EXPECT_LE(nearest, 1e-4) << it.key() << " at " << s << ", " << form;
+  ASSERT_EQ(envelopes.size(), 6u);
+  for (const Set& set : sets) {
+    const json& envelope = envelopes.at(set.name);
+    const int64_t steps = static_cast<int64_t>(envelope["coefficients"].size());
+    const auto f = [&](double x) {
+      for (const json& k : envelope["coefficients"]) {
+        x = k[0].get<double>() * x + k[1].get<double>() * std::pow(x, 3) +
+            k[2].get<double>() * std::pow(x, 5);
+      }
+      return x;
+    };
+    for (const char* form : {"standard", "gram"}) {
+      if (steps > 5 && std::string(form) == "gram") continue;  // would need more restarts
+      Rule rule = PlainPolar(set.coefficients, steps);
+      ASSERT_TRUE(SetOption(rule, "safety", set.safety).ok());
+      ASSERT_TRUE(SetOption(rule, "form", form).ok());
+      for (const json& point : envelope["points"]) {
+        // The point is one singular value; eleven others share what is left of the unit norm.
+        const double s = point[0], wanted = point[1];
+        Dense diagonal(12, 12);
+        diagonal(0, 0) = s;
+        for (int64_t i = 1; i < 12; ++i) diagonal(i, i) = std::sqrt((1 - s * s) / 11);
+        const Dense u = Multiply(Multiply(RandomOrthonormalRows(12, 12, 17), diagonal),
+                                 RandomOrthonormalRows(12, 40, 3));
+        MatrixOnDevice matrix(this->backend_.get(), rule, u.rows, u.cols);
+        const Outcome outcome = matrix.Step({WholeGradient(u)}, ArgsOf(rule, 0, 1));
+        double nearest = 1;
+        for (double v : SingularValues(ToDense(outcome.delta, u.rows, u.cols))) {
+          nearest = std::min(nearest, std::fabs(v - wanted));
         }
+        // Where the map is so steep that the rounding of the input alone moves it further (the raw
+        // POLAR_EXPRESS at 1: f' = 68000), no more than that can be asked.
+        const double slope = (f(s + 1e-7) - f(s - 1e-7)) / 2e-7;
+        EXPECT_LE(nearest, std::max(1e-4, std::ldexp(std::fabs(slope), -23)))
+            << set.name << " at " << s << ", " << form;
       }
     }
   }
-  EXPECT_GE(seen, 4);
 }
 
 // CASES A10: bf16 keeps the singular values within the fp64 range and the alignment with U.
