@@ -32,6 +32,7 @@ bool JoinMayCome(const absl::Status& status) {
 
 // How often a rank looks whether the leader has opened the run.
 constexpr int64_t kPollMicros = 200000;
+constexpr int64_t kLastLookMicros = 1000000;
 
 void Pause(int64_t micros) {
   Mutex mutex;
@@ -99,11 +100,16 @@ bool Survey::HeldEverywhere() const {
 
 absl::StatusOr<Survey> AskServers(const Servers& servers, const Layout& layout, int64_t deadline) {
   Survey survey;
-  STIEFEL_ASSIGN_OR_RETURN(
-      survey.infos, CallAllAs<v1::ServerInfo>(
-                        servers, "GetServerInfo",
-                        [](int, int64_t) { return v1::GetServerInfoRequest().SerializeAsString(); },
-                        Transient, deadline));
+  absl::StatusOr<std::vector<v1::ServerInfo>> infos = CallAllAs<v1::ServerInfo>(
+      servers, "GetServerInfo",
+      [](int, int64_t) { return v1::GetServerInfoRequest().SerializeAsString(); }, Transient,
+      deadline);
+  // It takes connections and says nothing: that is no better than refusing them.
+  if (absl::IsDeadlineExceeded(infos.status())) {
+    return absl::UnavailableError(
+        absl::StrCat(infos.status().message(), ": it takes connections, but does not answer"));
+  }
+  STIEFEL_ASSIGN_OR_RETURN(survey.infos, std::move(infos));
   survey.held.resize(survey.infos.size());
   const int32_t rank = layout.options().rank;
   int first = -1;
@@ -141,7 +147,9 @@ absl::StatusOr<Survey> AwaitOpen(const Servers& servers, const Layout& layout,
           layout.options().run, "\": the leader (rank 0) has ", "not opened it there"));
     }
     Pause(kPollMicros);
-    survey = AskServers(servers, layout, deadline);
+    // The last look has time for an answer, so that it is the leader that is named.
+    survey = AskServers(servers, layout,
+                        std::max(deadline, RealClock().NowMicros() + kLastLookMicros));
   }
 }
 
