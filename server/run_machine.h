@@ -224,7 +224,7 @@ class RunMachine {
   absl::Status CheckCoverage() const;
   v1::JoinRunResponse JoinAnswer() const;
   std::vector<int32_t> MissingJoins() const;
-  void CancelAssertions(int32_t rank);
+  void Supersede(int32_t index, const Incarnation& theirs, Actions* actions);
   void FixPushers();
 
   // run_machine_step.cc

@@ -55,13 +55,11 @@ absl::StatusOr<v1::TakeOverResponse> RunMachine::OnTakeOver(const v1::TakeOverRe
                        "; it can be replaced when its streams close or its lease ends in ",
                        static_cast<double>(rank.lease_end - now) / 1e6, " s"));
     }
-    actions->push_back(action::Fence{0, leader_});
+    // Rules 3 and 4 hold from here on, not only from its JoinRun: else the attempt that the dead
+    // leader had begun could still be voted while the deltas before it are kept.
+    Supersede(0, theirs, actions);
     leader_ = theirs;
-    rank.incarnation = theirs;
     rank.joined = rank.closed = rank.control_up = rank.streams_closed = false;
-    if (policy_.cancel_on_join) rank.begun_step = 0;
-    rank.held_begin.reset();
-    rank.held_end.reset();
   }
   rank.lease_end = now + spec_->lease();
   v1::TakeOverResponse record;
@@ -184,21 +182,11 @@ absl::Status RunMachine::Admit(const v1::JoinRunRequest& request, int64_t now, A
   }
   STIEFEL_RETURN_IF_ERROR(CheckApplied(request));
 
-  const Incarnation older = rank.incarnation;
-  if (policy_.cancel_on_join) CancelAssertions(request.rank());
-  if (attempt_.ranks[request.rank()].begun && !attempt_.sealed() && policy_.drop_on_rejoin) {
-    DropAttempt(absl::StrCat("step ", attempt_.step, " attempt ", attempt_.attempt, ": rank ",
-                             request.rank(), " was replaced (", theirs.DebugString(),
-                             ") after it had begun"),
-                actions);
-  }
-  if (older != theirs && older != Incarnation())
-    actions->push_back(action::Fence{request.rank(), older});
-  rank.incarnation = theirs;
+  // A new leader's stream may be up before it joins.
+  rank.control_up = rank.control_up && rank.incarnation == theirs;
+  Supersede(request.rank(), theirs, actions);
   rank.joined = true;
   rank.closed = rank.streams_closed = false;
-  rank.control_up =
-      rank.control_up && older == theirs;  // a new leader's stream may be up before it joins
   rank.lease_end = now + spec_->lease();
   rank.applied = request.has_applied_step() ? request.applied_step() : consumed_;
   rank.needs_weights = !request.has_applied_step();
@@ -208,10 +196,23 @@ absl::Status RunMachine::Admit(const v1::JoinRunRequest& request, int64_t now, A
   return absl::OkStatus();
 }
 
-void RunMachine::CancelAssertions(int32_t rank) {
-  ranks_[rank].begun_step = 0;
-  ranks_[rank].held_begin.reset();
-  ranks_[rank].held_end.reset();
+// A newer life of the rank: nothing is freed or summed on the word of the older one.
+void RunMachine::Supersede(int32_t index, const Incarnation& theirs, Actions* actions) {
+  RankState& rank = ranks_[index];
+  if (policy_.cancel_on_join) {
+    rank.begun_step = 0;
+    rank.held_begin.reset();
+    rank.held_end.reset();
+  }
+  if (attempt_.ranks[index].begun && !attempt_.sealed() && policy_.drop_on_rejoin) {
+    DropAttempt(absl::StrCat("step ", attempt_.step, " attempt ", attempt_.attempt, ": rank ",
+                             index, " was replaced (", theirs.DebugString(),
+                             ") after it had begun"),
+                actions);
+  }
+  if (rank.incarnation != theirs && rank.incarnation != Incarnation())
+    actions->push_back(action::Fence{index, rank.incarnation});
+  rank.incarnation = theirs;
 }
 
 std::vector<int32_t> RunMachine::MissingJoins() const {

@@ -278,6 +278,21 @@ TEST(RunMachineTakeOver, ReturnsTheRecordAndFencesTheOldLeader) {
       << "idempotent";
 }
 
+// Found by the model test: the attempt that the dead leader had begun was voted after TakeOver while
+// the deltas of the step before were kept for the new leader: two steps of deltas.
+TEST(RunMachineTakeOver, DropsTheAttemptThatTheOldLeaderHadBegun) {
+  MachineFixture run;
+  run.JoinAll();
+  run.Commit(1);
+  run.Begin(0, 2);
+  run.machine.OnLeaseEnd(0, run.now);
+  run.life[0] = Incarnation(2, 5);
+  const auto record = run.machine.OnTakeOver(TakeOver(run.life[0]), run.now, &run.actions);
+  ASSERT_TRUE(record.ok());
+  EXPECT_NE(record->drop().reason().find("rank 0 was replaced"), std::string::npos);
+  EXPECT_EQ(run.machine.kept_step(), 1);
+}
+
 // Found by review: between TakeOver and JoinRun the new leader counted as dead.
 TEST(RunMachineTakeOver, ALeaderLivesFromItsFirstCallOn) {
   MachineFixture run;
