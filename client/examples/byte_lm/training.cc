@@ -223,12 +223,12 @@ absl::Status Training::Steps() {
       progress.Note(absl::StrCat("step ", step, " skipped: ", outcome.reason));
     }
     report_.loss = step == 1 ? loss : 0.95 * report_.loss + 0.05 * loss;
-    if (options_.rank == 0 && (step % options_.evaluate_every == 0 || step == 1)) {
+    const bool look = step == 1 || step % options_.evaluate_every == 0;
+    if (options_.rank == 0 && look) {
       progress.HeldOut(BitsPerByte(0, std::min(kEvaluationSample, text_.held_out_count())));
     }
     progress.Step(step, report_.loss, (Seconds() - begin) * 1e3 / static_cast<double>(step),
-                  trainer_->timings(),
-                  step % options_.evaluate_every == 0 || step == options_.steps);
+                  trainer_->timings(), look || step == options_.steps);
     ++step;
   }
   report_.training_seconds = Seconds() - begin;
