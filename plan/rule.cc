@@ -245,14 +245,8 @@ std::vector<int64_t> GramRestarts(const Rule& rule, bool low_precision) {
 
 std::string DescribeRule(const Rule& rule) {
   std::string text = rule.preset;
-  const absl::StatusOr<Rule> plain = PresetRule(rule.preset);
-  if (!plain.ok()) return text;
-  const auto defaults = Options(*plain);
-  const auto options = Options(rule);
-  for (size_t i = 0; i < options.size() && i < defaults.size(); ++i) {
-    if (options[i] != defaults[i])
-      absl::StrAppend(&text, " ", options[i].first, "=", options[i].second);
-  }
+  for (const auto& [key, value] : ChangedOptions(rule))
+    absl::StrAppend(&text, " ", key, "=", value);
   return text;
 }
 

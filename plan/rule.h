@@ -109,6 +109,10 @@ absl::Status SetOption(Rule& rule, std::string_view key, std::string_view value)
 // their lists are equal.
 std::vector<std::pair<std::string, std::string>> Options(const Rule& rule);
 
+// Those of Options(rule) that the preset, with the ones before them set, does not have already:
+// what has to be sent or shown. Setting them in order on PresetRule(rule.preset) gives the rule.
+std::vector<std::pair<std::string, std::string>> ChangedOptions(const Rule& rule);
+
 // Every option name of every family, in documented order.
 std::vector<std::string_view> OptionKeys();
 

@@ -437,6 +437,20 @@ std::vector<std::pair<std::string, std::string>> Options(const Rule& rule) {
   return options;
 }
 
+std::vector<std::pair<std::string, std::string>> ChangedOptions(const Rule& rule) {
+  std::vector<std::pair<std::string, std::string>> changed;
+  absl::StatusOr<Rule> base = PresetRule(rule.preset);
+  if (!base.ok()) return changed;
+  for (const Option& option : OptionTable()) {
+    if ((option.families & Bit(rule.family)) == 0) continue;
+    // Compared with the base as it is by now: another coefficient table has other default steps.
+    std::string value = option.get(rule);
+    if (option.get(*base) == value || !option.set(*base, value).ok()) continue;
+    changed.emplace_back(std::string(option.key), std::move(value));
+  }
+  return changed;
+}
+
 std::vector<std::string_view> OptionKeys() {
   std::vector<std::string_view> keys;
   for (const Option& option : OptionTable()) keys.push_back(option.key);

@@ -82,6 +82,22 @@ TEST(RuleTest, ChangedOptionsRoundTrip) {
   EXPECT_THAT(DescribeRule(copy), HasSubstr("muon lr=0.1 momentum=ema_bias_corrected"));
 }
 
+// The default number of steps belongs to the table: five steps of a table of twelve is a change.
+TEST(RuleTest, ChangedOptionsRestoreTheRule) {
+  Rule rule = Preset("muon");
+  EXPECT_TRUE(ChangedOptions(rule).empty());
+  ASSERT_TRUE(SetOption(rule, "steps", "5").ok());
+  EXPECT_TRUE(ChangedOptions(rule).empty());
+  ASSERT_TRUE(SetOption(rule, "coefficients", "convergent").ok());
+  EXPECT_EQ(DescribeRule(rule), "muon coefficients=convergent steps=5");
+  Rule restored = Preset("muon");
+  for (const auto& [key, value] : ChangedOptions(rule))
+    ASSERT_TRUE(SetOption(restored, key, value).ok());
+  EXPECT_EQ(Options(restored), Options(rule));
+  rule.steps.reset();
+  EXPECT_EQ(DescribeRule(rule), "muon coefficients=convergent");
+}
+
 TEST(RuleTest, UnknownNamesSuggestTheNearest) {
   EXPECT_THAT(Error(PresetRule("muom").status()), HasSubstr("did you mean \"muon\""));
   EXPECT_THAT(Error(PresetRule("adam").status()), HasSubstr("did you mean \"adamw\""));

@@ -1,6 +1,5 @@
 #include "proto/rule_convert.h"
 
-#include <map>
 #include <string>
 
 #include "absl/strings/numbers.h"
@@ -67,13 +66,9 @@ absl::StatusOr<Rule> RuleFromProto(const v1::Rule& wire) {
 v1::Rule RuleToProto(const Rule& rule) {
   v1::Rule wire;
   wire.set_preset(rule.preset);
-  std::map<std::string, std::string> defaults;
-  if (auto preset = PresetRule(rule.preset); preset.ok()) {
-    for (const auto& [key, value] : Options(*preset)) defaults[key] = value;
-  }
-  for (const auto& [key, value] : Options(rule)) {
+  for (const auto& [key, value] : ChangedOptions(rule)) {
     const FieldDescriptor* field = v1::Rule::descriptor()->FindFieldByName(key);
-    if (field != nullptr && defaults[key] != value) SetFromText(&wire, *field, value);
+    if (field != nullptr) SetFromText(&wire, *field, value);
   }
   return wire;
 }
