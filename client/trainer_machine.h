@@ -138,7 +138,7 @@ class TrainerMachine {
 
  private:
   struct Version {
-    int64_t step = 0;
+    int64_t step = -1;  // below all others: weights may be those of step 0
     int32_t attempt = 0;
     int32_t round = 0;
     friend bool operator==(const Version& a, const Version& b) {

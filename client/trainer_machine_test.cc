@@ -316,6 +316,13 @@ TEST_F(TrainerTest, WithoutWeightsItTakesThoseOfTheConsumedStep) {
   EXPECT_EQ(trainer.applied(), 3);
 }
 
+// Found by the model test: the weights before the first step were taken for older ones.
+TEST_F(TrainerTest, WithoutWeightsItTakesThoseOfStepZero) {
+  Join(std::nullopt, 0);
+  UpdateAll(0, 0, 0, v1::ChunkHeader::WEIGHTS_AT);
+  EXPECT_TRUE(trainer.End());
+}
+
 TEST_F(TrainerTest, WithoutWeightsItFollowsAStepDecidedMeanwhile) {
   for (int32_t s = 0; s < 2; ++s) {
     trainer.OnJoined(s, std::nullopt, s == 0 ? 3 : 2);  // server 1 decides step 3 later

@@ -135,7 +135,9 @@ absl::Status RunMachine::CheckApplied(const v1::JoinRunRequest& request) const {
     return absl::UnavailableError(
         absl::StrCat("step ", applied, " is voted here and waits for the leader's decision"));
   }
-  const bool skipped = last_consumed_ && last_consumed_->outcome() == v1::SKIP;
+  // A skip needs no deltas, but its record is gone once the next step is decided: not after a vote.
+  const bool skipped =
+      last_consumed_ && last_consumed_->outcome() == v1::SKIP && !attempt_.vote0.has_value();
   if (applied == consumed_ - 1 && (kept_step_ == consumed_ || skipped)) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       "rank ", request.rank(), " has applied step ", applied, ", this server has decided step ",
@@ -205,10 +207,10 @@ void RunMachine::Supersede(int32_t index, const Incarnation& theirs, Actions* ac
     rank.held_end.reset();
   }
   if (attempt_.ranks[index].begun && !attempt_.sealed() && policy_.drop_on_rejoin) {
-    DropAttempt(absl::StrCat("step ", attempt_.step, " attempt ", attempt_.attempt, ": rank ",
-                             index, " was replaced (", theirs.DebugString(),
-                             ") after it had begun"),
-                actions);
+    DropAttempt(
+        absl::StrCat("step ", attempt_.step, " attempt ", attempt_.attempt, ": rank ", index,
+                     " was replaced (", theirs.DebugString(), ") after it had begun"),
+        actions);
   }
   if (rank.incarnation != theirs && rank.incarnation != Incarnation())
     actions->push_back(action::Fence{index, rank.incarnation});

@@ -165,6 +165,18 @@ TEST(RunMachineJoin, ASkippedStepNeedsNoDeltas) {
   EXPECT_TRUE(run.Answer(token)->status.ok());
 }
 
+// Found by the model test: it was let in, and the record of the skip went before it could hear it.
+TEST(RunMachineJoin, AStepBehindASkipIsRefusedOnceTheNextStepIsVoted) {
+  MachineFixture run;
+  run.JoinAll();
+  run.Collect(1);
+  run.Decide(v1::SKIP, 1);
+  run.Collect(2);
+  const uint64_t token = run.Replace(1, 0);
+  ASSERT_TRUE(run.Answer(token));
+  EXPECT_EQ(run.Answer(token)->status.code(), absl::StatusCode::kFailedPrecondition);
+}
+
 // Rules 3 and 4.
 TEST(RunMachineJoin, RejoinCancelsWhatTheEarlierLifeAsserted) {
   MachineFixture run;
@@ -278,8 +290,8 @@ TEST(RunMachineTakeOver, ReturnsTheRecordAndFencesTheOldLeader) {
       << "idempotent";
 }
 
-// Found by the model test: the attempt that the dead leader had begun was voted after TakeOver while
-// the deltas of the step before were kept for the new leader: two steps of deltas.
+// Found by the model test: the attempt that the dead leader had begun was voted after TakeOver
+// while the deltas of the step before were kept for the new leader: two steps of deltas.
 TEST(RunMachineTakeOver, DropsTheAttemptThatTheOldLeaderHadBegun) {
   MachineFixture run;
   run.JoinAll();

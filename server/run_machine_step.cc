@@ -607,6 +607,8 @@ void RunMachine::OnDecide(const v1::Decide& decision, int64_t now, Actions* acti
   }
   const auto key = std::make_pair(decision.step(), decision.attempt());
   const auto open = std::make_pair(attempt_.step, attempt_.attempt);
+  // Older than the records: a repetition of what all servers acknowledged long ago.
+  if (key < open && policy_.first_decision) return;
   const absl::Status mismatch = absl::FailedPreconditionError(
       absl::StrCat("the leader decides ", Describe(decision), "; this server is at step ",
                    attempt_.step, " attempt ", attempt_.attempt));

@@ -299,6 +299,18 @@ TEST(RunMachineStep, DropIsRecordedWithoutBeginOrVoteAndCommitIsNot) {
   EXPECT_EQ(run.machine.attempt().attempt, 1);
 }
 
+// Found by the model test: the refusal of a repeated Decide failed the leader's own step.
+TEST(RunMachineStep, ADecisionOlderThanTheRecordsIsDiscarded) {
+  MachineFixture run;
+  run.JoinAll();
+  for (int32_t attempt = 0; attempt < 3; ++attempt) run.Decide(v1::DROP, 1, attempt);
+  run.Take();
+  const std::string before = run.machine.CanonicalBytes();
+  run.Decide(v1::DROP, 1, 0);
+  EXPECT_TRUE(run.actions.empty());
+  EXPECT_EQ(run.machine.CanonicalBytes(), before);
+}
+
 // Rule 11.
 TEST(RunMachineStep, BeginAheadIsHeldWithItsEndAndFreesNothing) {
   MachineFixture run;
