@@ -40,7 +40,7 @@ absl::Status AtServer(const std::string& address, const absl::Status& status) {
 absl::StatusOr<std::vector<std::string>> CallAll(
     const Servers& servers, const std::string& method,
     const std::function<std::string(int, int64_t)>& request,
-    const std::function<bool(const absl::Status&)>& retry, int64_t deadline) {
+    const std::function<bool(const absl::Status&)>& retry, int64_t deadline, int64_t grace) {
   const int count = static_cast<int>(servers.connections.size());
   const auto state = std::make_shared<State>();
   std::optional<absl::Status> final_status;
@@ -71,7 +71,7 @@ absl::StatusOr<std::vector<std::string>> CallAll(
       const int64_t left = std::max<int64_t>(deadline - now, 1000);
       slot.in_flight = in_flight = true;
       servers.connections[s]->Call(
-          method, request(s, left), left,
+          method, request(s, left), left + grace,
           [state, s](const absl::Status& status, const std::string& response) {
             MutexLock done_lock(&state->mutex);
             Slot& answered = state->slots[s];

@@ -27,13 +27,15 @@ struct Servers {
 
 // Calls `method` on all servers at the same time, each until it succeeds, `retry` says that its
 // status is final, or the deadline (RealClock) has come; then the last status counts. `request`
-// makes the request for a server when it is (again) called, given the microseconds left. Returns
+// makes the request for a server when it is (again) called, given the microseconds left; the
+// server has `grace_micros` more to answer. Returns
 // the responses, serialized, or the first final status with the address of its server; the other
 // calls are then cancelled. Blocks.
 absl::StatusOr<std::vector<std::string>> CallAll(
     const Servers& servers, const std::string& method,
     const std::function<std::string(int server, int64_t left_micros)>& request,
-    const std::function<bool(const absl::Status&)>& retry, int64_t deadline_micros);
+    const std::function<bool(const absl::Status&)>& retry, int64_t deadline_micros,
+    int64_t grace_micros = 0);
 
 // Calls `method` once on every server at the same time, whatever the others answer. Blocks, at most
 // `timeout_micros`.
@@ -45,9 +47,10 @@ template <typename Response>
 absl::StatusOr<std::vector<Response>> CallAllAs(
     const Servers& servers, const std::string& method,
     const std::function<std::string(int server, int64_t left_micros)>& request,
-    const std::function<bool(const absl::Status&)>& retry, int64_t deadline_micros) {
+    const std::function<bool(const absl::Status&)>& retry, int64_t deadline_micros,
+    int64_t grace_micros = 0) {
   absl::StatusOr<std::vector<std::string>> bytes =
-      CallAll(servers, method, request, retry, deadline_micros);
+      CallAll(servers, method, request, retry, deadline_micros, grace_micros);
   if (!bytes.ok()) return bytes.status();
   std::vector<Response> responses(bytes->size());
   for (size_t i = 0; i < responses.size(); ++i) {

@@ -30,6 +30,9 @@ bool JoinMayCome(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsNotFound(status) || absl::IsAlreadyExists(status);
 }
 
+// A server looks at the deadlines of joins a few times a second, and then says who is missing.
+constexpr int64_t kJoinGraceMicros = 2000000;
+
 // How often a rank looks whether the leader has opened the run.
 constexpr int64_t kPollMicros = 200000;
 constexpr int64_t kLastLookMicros = 1000000;
@@ -148,8 +151,8 @@ absl::StatusOr<Survey> AwaitOpen(const Servers& servers, const Layout& layout,
     }
     Pause(kPollMicros);
     // The last look has time for an answer, so that it is the leader that is named.
-    survey = AskServers(servers, layout,
-                        std::max(deadline, RealClock().NowMicros() + kLastLookMicros));
+    survey =
+        AskServers(servers, layout, std::max(deadline, RealClock().NowMicros() + kLastLookMicros));
   }
 }
 
@@ -226,11 +229,10 @@ absl::StatusOr<std::vector<v1::JoinRunResponse>> JoinRun(const Servers& servers,
                            CallAllAs<v1::JoinRunResponse>(
                                servers, "JoinRun",
                                [&request](int, int64_t left) {
-                                 // The server's own message comes before the call's deadline.
-                                 request.set_wait_seconds(static_cast<double>(left) * 0.9e-6);
+                                 request.set_wait_seconds(static_cast<double>(left) / 1e6);
                                  return request.SerializeAsString();
                                },
-                               JoinMayCome, deadline));
+                               JoinMayCome, deadline, kJoinGraceMicros));
   for (size_t s = 0; s < answers.size(); ++s) {
     const v1::JoinRunResponse& answer = answers[s];
     const std::vector<std::string> list(answer.servers().begin(), answer.servers().end());

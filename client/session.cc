@@ -509,14 +509,15 @@ absl::Status Session::TimedOut(int64_t now) const {
 std::optional<absl::StatusOr<StepOutcome>> Session::CheckWait(int32_t parameter, int64_t now) {
   if (absl::Status error = FinalError(); !error.ok()) return error;
   if (const std::optional<StepEnd> end = EndOf(parameter)) {
-    if (timings_.decide_s == 0 && parameter < 0 && begun_at_ != 0) {
-      timings_.decide_s = static_cast<double>(now - begun_at_) / 1e6;
-    }
+    const double elapsed = static_cast<double>(now - begun_at_) / 1e6;
+    if (push_ended_ && timings_.push_s == 0) timings_.push_s = elapsed;  // the last OnSent is late
+    if (parameter < 0 && timings_.decide_s == 0) timings_.decide_s = elapsed;
     return ToOutcome(*end);
   }
   if (!trainer_->step_error().ok()) return trainer_->step_error();
   if (absl::Status silent = Silent(now, step_timeout_); !silent.ok()) return silent;
   if (awaiting_since_ != 0 && now - awaiting_since_ >= kAwaitingGraceMicros) {
+    awaiting_since_ = 0;  // who waits again waits for the servers' next word, a step timeout later
     return absl::DeadlineExceededError(trainer_->awaiting());
   }
   return std::nullopt;

@@ -1,0 +1,86 @@
+// A few servers and trainers in this process, for tests of the client.
+#ifndef STIEFEL_TESTS_INMEMORY_CLUSTER_H_
+#define STIEFEL_TESTS_INMEMORY_CLUSTER_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/trainer.h"
+#include "gtest/gtest.h"
+#include "tests/inmemory/memory_transport.h"
+
+namespace stiefel::testing {
+
+inline ServerOptions SmallServer() {
+  ServerOptions options;
+  options.threads = 1;
+  options.matrices_in_flight = 2;
+  options.memory_limit_bytes = int64_t{256} << 20;
+  options.credit_window_bytes = 4 << 20;
+  return options;
+}
+
+class MemoryCluster {
+ public:
+  explicit MemoryCluster(int servers, ServerOptions options = SmallServer()) {
+    for (int s = 0; s < servers; ++s) {
+      addresses_.push_back(absl::StrCat("server", s, ":1"));
+      servers_.push_back(std::make_unique<MemoryServer>(options));
+      transport_.Add(addresses_.back(), servers_.back().get());
+    }
+  }
+  MemoryServer& server(int s) { return *servers_[s]; }
+  Transport* transport() { return &transport_; }
+  const std::vector<std::string>& addresses() const { return addresses_; }
+
+  TrainerOptions Options(int32_t rank, int32_t world_size) const {
+    TrainerOptions options;
+    options.servers = addresses_;
+    options.run = "test";
+    options.rank = rank;
+    options.world_size = world_size;
+    options.chunk_bytes = 4096;
+    options.connect_timeout = absl::Seconds(20);
+    options.join_timeout = absl::Seconds(20);
+    options.step_timeout = absl::Seconds(20);
+    options.lease = absl::Seconds(20);
+    return options;
+  }
+
+ private:
+  std::vector<std::string> addresses_;
+  std::vector<std::unique_ptr<MemoryServer>> servers_;
+  MemoryTransport transport_;
+};
+
+inline ParameterSpec Param(const std::string& name, std::vector<int64_t> shape,
+                           const std::string& preset = "sgd") {
+  ParameterSpec parameter;
+  parameter.name = name;
+  parameter.shape = std::move(shape);
+  parameter.rule = *PresetRule(preset);
+  return parameter;
+}
+
+inline TensorView View(const std::vector<float>& values, std::vector<int64_t> shape = {}) {
+  if (shape.empty()) shape = {static_cast<int64_t>(values.size())};
+  return {values.data(), ElementType::kFp32, std::move(shape), {}};
+}
+inline MutableTensorView MutableView(std::vector<float>* values) {
+  return {values->data(), ElementType::kFp32, {static_cast<int64_t>(values->size())}, {}};
+}
+
+// One thread for each rank; returns when all have ended.
+inline void RunRanks(int32_t world_size, const std::function<void(int32_t)>& body) {
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < world_size; ++rank) threads.emplace_back([&, rank] { body(rank); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace stiefel::testing
+
+#endif  // STIEFEL_TESTS_INMEMORY_CLUSTER_H_
