@@ -85,7 +85,7 @@ class Watcher {
   ~Watcher();
 
   // Waits for news; then the newest status of every server, in their order, once all have sent one.
-  // Nothing if a server ended its stream. UNAVAILABLE names a server whose stream broke, or those
+  // Nothing if then a server ends its stream. UNAVAILABLE names a server whose stream broke, or those
   // that sent nothing in time.
   absl::StatusOr<std::optional<std::vector<v1::ServerStatus>>> Next();
 
@@ -161,7 +161,8 @@ absl::StatusOr<std::optional<std::vector<v1::ServerStatus>>> Watcher::Next() {
   for (;;) {
     STIEFEL_RETURN_IF_ERROR(failure_);
     if (news_ && answered_ == newest_.size()) break;
-    if (ended_) return std::nullopt;
+    // A stream that ended says nothing of the servers that have not answered yet.
+    if (ended_ && answered_ == newest_.size()) return std::nullopt;
     if (answered_ == newest_.size()) {
       changed_.Wait(&mutex_);
     } else if (!changed_.WaitUntilMicros(&mutex_, first_deadline_micros_)) {
