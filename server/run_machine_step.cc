@@ -286,6 +286,9 @@ absl::StatusOr<PieceVerdict> RunMachine::OnPiece(const v1::ChunkHeader& header,
     ++counters_.stale_pieces;
     return PieceVerdict::kStale;
   }
+  if (header.step() > attempt_.step) {
+    return StepMismatch(absl::StrCat("chunk of rank ", rank), header.step(), attempt_.step);
+  }
   if (key > open)
     return AttemptMismatch(absl::StrCat("chunk of rank ", rank, " for step ", header.step()),
                            header.step(), header.attempt(), attempt_.attempt);
