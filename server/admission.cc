@@ -20,8 +20,8 @@ absl::StatusOr<MemoryTally> Tally(const RunSpec& spec, const std::map<int32_t, i
   MemoryTally tally(options);
   for (const int32_t index : spec.owned()) {
     const MatrixSpec& matrix = spec.matrices()[index];
-    PlanMatrix plan{matrix.name,       matrix.rows,       matrix.cols, matrix.rule,
-                    matrix.push_dtype, matrix.pull_dtype};
+    PlanMatrix plan{matrix.name, matrix.rows,       matrix.cols,
+                    matrix.rule, matrix.push_dtype, matrix.pull_dtype};
     const auto elements = pushed.find(index);
     STIEFEL_ASSIGN_OR_RETURN(
         const MatrixBytes bytes,

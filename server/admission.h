@@ -27,8 +27,8 @@ struct Admitted {
 };
 
 // `ranks`: with the declared push blocks; empty before they are known, when every element counts as
-// pushed once. INVALID_ARGUMENT: sizes that overflow; RESOURCE_EXHAUSTED: the parts, the sum and the
-// limit.
+// pushed once. INVALID_ARGUMENT: sizes that overflow; RESOURCE_EXHAUSTED: the parts, the sum and
+// the limit.
 absl::StatusOr<Admitted> AdmitRun(const RunSpec& spec, const std::vector<RankState>& ranks,
                                   const AdmissionLimits& limits);
 

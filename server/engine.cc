@@ -18,8 +18,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(std::shared_ptr<Backend> 
     engine->streams_.push_back(std::move(stream));
   }
   for (const std::unique_ptr<Stream>& stream : engine->streams_) {
-    engine->threads_.emplace_back(
-        [self = engine.get(), s = stream.get()] { self->Loop(s); });
+    engine->threads_.emplace_back([self = engine.get(), s = stream.get()] { self->Loop(s); });
   }
   return engine;
 }

@@ -22,9 +22,9 @@ namespace stiefel {
 // Thread-safe.
 class Engine {
  public:
-  // `ready` is OK, or says why there is no workspace: then the other two are null. Runs on a worker,
-  // exactly once unless the engine is destroyed first. The stream is idle before, and must be left
-  // idle (Synchronize).
+  // `ready` is OK, or says why there is no workspace: then the other two are null. Runs on a
+  // worker, exactly once unless the engine is destroyed first. The stream is idle before, and must
+  // be left idle (Synchronize).
   using Work =
       std::function<void(const absl::Status& ready, Stream* stream, DeviceBuffer* workspace)>;
 
@@ -36,14 +36,14 @@ class Engine {
 
   int workers() const { return static_cast<int>(threads_.size()); }
 
-  // Workspaces that jobs will ask for, in bytes, one entry per matrix. From here on the engine holds
-  // the `workers` largest of them, allocated when first needed: this is the bound that
+  // Workspaces that jobs will ask for, in bytes, one entry per matrix. From here on the engine
+  // holds the `workers` largest of them, allocated when first needed: this is the bound that
   // plan/memory.h states. An empty list frees all that no running job uses.
   void SetWorkspaces(std::vector<int64_t> bytes);
 
-  // Queues a job. Jobs begin in the order in which they came, but one whose workspace is in use does
-  // not hold up later ones. The callers bound the queue: a run has at most one step job and one hash
-  // job per matrix.
+  // Queues a job. Jobs begin in the order in which they came, but one whose workspace is in use
+  // does not hold up later ones. The callers bound the queue: a run has at most one step job and
+  // one hash job per matrix.
   void Submit(int64_t workspace_bytes, Work work);
 
   // Jobs waiting or running.

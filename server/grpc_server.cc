@@ -113,8 +113,7 @@ void GrpcServer::ShutdownWithin(double grace_seconds) {
   if (server_ != nullptr) {
     server_->GetHealthCheckService()->SetServingStatus(false);
     core_->Drain();
-    const int64_t deadline =
-        RealClock().NowMicros() + static_cast<int64_t>(grace_seconds * 1e6);
+    const int64_t deadline = RealClock().NowMicros() + static_cast<int64_t>(grace_seconds * 1e6);
     while (!core_->Quiet() && RealClock().NowMicros() < deadline) {
       MutexLock lock(&mutex_);
       changed_.WaitForMicros(&mutex_, kDrainPollMicros);
@@ -128,8 +127,8 @@ void GrpcServer::ShutdownWithin(double grace_seconds) {
   changed_.NotifyAll();
   if (timer_.joinable()) timer_.join();
   if (server_ == nullptr) return;
-  const absl::Status stop = absl::UnavailableError(
-      absl::StrCat("server ", address_, " is shutting down"));
+  const absl::Status stop =
+      absl::UnavailableError(absl::StrCat("server ", address_, " is shutting down"));
   core_->Disconnect(stop);
   streams_->EndAll(stop);
   status_->EndAll();

@@ -23,9 +23,9 @@ namespace stiefel {
 // Thread-safe.
 class GrpcServer {
  public:
-  // Listens and serves; health is SERVING when this returns. INVALID_ARGUMENT: options out of range.
-  // FAILED_PRECONDITION: a bind beyond loopback without `insecure`. UNAVAILABLE: the address is in
-  // use or not of this machine.
+  // Listens and serves; health is SERVING when this returns. INVALID_ARGUMENT: options out of
+  // range. FAILED_PRECONDITION: a bind beyond loopback without `insecure`. UNAVAILABLE: the address
+  // is in use or not of this machine.
   static absl::StatusOr<std::unique_ptr<GrpcServer>> Start(ServerOptions options,
                                                            const Clock& clock = RealClock());
   // As Shutdown with no grace, unless it was called.

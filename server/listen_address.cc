@@ -80,8 +80,7 @@ absl::StatusOr<ListenAddress> ResolveListenAddress(const std::string& text) {
 absl::Status ProbeListen(const ListenAddress& address) {
   STIEFEL_ASSIGN_OR_RETURN(const Addresses list, Lookup(address.host, address.port));
   const int fd = socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (fd < 0)
-    return absl::UnavailableError(absl::StrCat("no socket: ", std::strerror(errno)));
+  if (fd < 0) return absl::UnavailableError(absl::StrCat("no socket: ", std::strerror(errno)));
   const int on = 1;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   const bool bound = bind(fd, list->ai_addr, list->ai_addrlen) == 0 && listen(fd, 1) == 0;

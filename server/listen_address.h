@@ -10,9 +10,9 @@ namespace stiefel {
 
 // HOST:PORT or [IPv6]:PORT, resolved.
 struct ListenAddress {
-  std::string host;     // as given, without brackets
-  int port = 0;         // 0: any free one
-  std::string numeric;  // the first address that the host resolves to: "127.0.0.1", "[::1]"
+  std::string host;       // as given, without brackets
+  int port = 0;           // 0: any free one
+  std::string numeric;    // the first address that the host resolves to: "127.0.0.1", "[::1]"
   bool loopback = false;  // every address that the host resolves to
 };
 

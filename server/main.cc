@@ -57,8 +57,7 @@ void Define(CLI::App* app, Flags* flags) {
   app->add_option("--grace-seconds", options.grace_seconds,
                   "How long SIGTERM waits for the decision of a voted step")
       ->capture_default_str();
-  app->add_option("--speed", options.speed, "Relative speed, for placement")
-      ->capture_default_str();
+  app->add_option("--speed", options.speed, "Relative speed, for placement")->capture_default_str();
   app->add_option("--log-level", flags->log_level, "debug, info, warning, error or off")
       ->check(CLI::IsMember({"debug", "info", "warning", "error", "off"}))
       ->capture_default_str();
@@ -79,8 +78,7 @@ int Serve(const Flags& flags) {
   const sigset_t signals = BlockSignals();
   absl::StatusOr<std::unique_ptr<GrpcServer>> server = GrpcServer::Start(flags.options);
   if (!server.ok()) {
-    std::fprintf(stderr, "stiefel-server: %s\n",
-                 std::string(server.status().message()).c_str());
+    std::fprintf(stderr, "stiefel-server: %s\n", std::string(server.status().message()).c_str());
     return 1;
   }
   if (!flags.port_file.empty()) {

@@ -107,7 +107,8 @@ class MatrixStore {
                                                              std::shared_ptr<Backend> backend);
 
   // All stores of a run get their memory together. First what lives as long as the run (state,
-  // weights), then, once everybody has joined, what steps need. RESOURCE_EXHAUSTED: nothing changed.
+  // weights), then, once everybody has joined, what steps need. RESOURCE_EXHAUSTED: nothing
+  // changed.
   static absl::Status AllocateState(const std::vector<MatrixStore*>& stores,
                                     const std::shared_ptr<Backend>& backend);
   static absl::Status AllocateSteps(const std::vector<MatrixStore*>& stores, Staging staging,
@@ -152,9 +153,7 @@ class MatrixStore {
               std::shared_ptr<Backend> backend)
       : index_(index), spec_(spec), weights_mode_(weights_mode), backend_(std::move(backend)) {}
 
-  bool sends_staged_weights() const {
-    return weights_mode_ && spec_->pull_dtype == DType::kFp32;
-  }
+  bool sends_staged_weights() const { return weights_mode_ && spec_->pull_dtype == DType::kFp32; }
   int64_t StateBytes() const;
   int64_t WeightBytes() const;
   int64_t PayloadBytes() const;
@@ -174,8 +173,8 @@ class MatrixStore {
   std::shared_ptr<SharedBuffer> state_;
   std::shared_ptr<SharedBuffer> staged_;  // null: lazy
   std::shared_ptr<SharedBuffer> weights_, staged_weights_;
-  std::shared_ptr<SharedBuffer> payload_;   // null: the staged weights are sent
-  std::shared_ptr<SharedBuffer> gradient_;  // of all regions
+  std::shared_ptr<SharedBuffer> payload_;              // null: the staged weights are sent
+  std::shared_ptr<SharedBuffer> gradient_;             // of all regions
   std::vector<std::shared_ptr<SharedBuffer>> spares_;  // whose readers were slow
   std::vector<PushRegion> regions_;                    // in rank order
   bool zeroed_ = false;                                // state is not as allocated

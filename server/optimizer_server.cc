@@ -33,8 +33,7 @@ absl::Status Resolve(ServerOptions* options) {
   if (options->threads < 1 || options->threads > 1024)
     return absl::InvalidArgumentError(
         absl::StrCat("threads = ", options->threads, " is not within [1, 1024]"));
-  if (options->matrices_in_flight == 0)
-    options->matrices_in_flight = std::min(options->threads, 8);
+  if (options->matrices_in_flight == 0) options->matrices_in_flight = std::min(options->threads, 8);
   if (options->matrices_in_flight < 1 || options->matrices_in_flight > 1024)
     return absl::InvalidArgumentError(absl::StrCat(
         "matrices in flight = ", options->matrices_in_flight, " is not within [1, 1024]"));
@@ -42,14 +41,13 @@ absl::Status Resolve(ServerOptions* options) {
     return absl::InvalidArgumentError(
         absl::StrCat("memory limit of ", options->memory_limit_bytes, " bytes"));
   if (options->credit_window_bytes < kMaxMessageBytes)
-    return absl::InvalidArgumentError(absl::StrCat("credit window of ",
-                                                   options->credit_window_bytes,
-                                                   " bytes is below one message, ",
-                                                   kMaxMessageBytes));
-  if (options->max_streams < 1 || options->max_streams_per_rank < 1)
     return absl::InvalidArgumentError(
-        absl::StrCat("stream limits ", options->max_streams, " and ",
-                     options->max_streams_per_rank, " must be at least 1"));
+        absl::StrCat("credit window of ", options->credit_window_bytes,
+                     " bytes is below one message, ", kMaxMessageBytes));
+  if (options->max_streams < 1 || options->max_streams_per_rank < 1)
+    return absl::InvalidArgumentError(absl::StrCat("stream limits ", options->max_streams, " and ",
+                                                   options->max_streams_per_rank,
+                                                   " must be at least 1"));
   if (!(options->speed > 0) || !std::isfinite(options->speed))
     return absl::InvalidArgumentError(
         absl::StrCat("speed ", options->speed, " is not positive and finite"));
@@ -138,8 +136,8 @@ absl::StatusOr<v1::OpenRunResponse> OptimizerServer::OpenRun(const v1::OpenRunRe
                     : std::string("its trainers live")));
   }
   Forget();
-  STIEFEL_ASSIGN_OR_RETURN(
-      run_, RunHost::Open({options_, backend_, engine_.get(), clock_}, request));
+  STIEFEL_ASSIGN_OR_RETURN(run_,
+                           RunHost::Open({options_, backend_, engine_.get(), clock_}, request));
   spdlog::info("opened {}: {} of {} matrices here, {} trainers", Describe(request),
                run_->spec().owned().size(), request.parameters_size(), request.world_size());
   return response;
@@ -147,9 +145,9 @@ absl::StatusOr<v1::OpenRunResponse> OptimizerServer::OpenRun(const v1::OpenRunRe
 
 absl::Status OptimizerServer::NotOpen(const std::string& asked) const {
   const bool held = run_ != nullptr && !run_->ended();
-  return absl::NotFoundError(absl::StrCat(
-      asked, " is not open on this server, which holds ",
-      held ? Describe(run_->spec().opened()) : std::string("no run")));
+  return absl::NotFoundError(
+      absl::StrCat(asked, " is not open on this server, which holds ",
+                   held ? Describe(run_->spec().opened()) : std::string("no run")));
 }
 
 absl::StatusOr<std::shared_ptr<RunHost>> OptimizerServer::FindRun(const std::string& name) const {
@@ -164,8 +162,7 @@ absl::StatusOr<std::shared_ptr<RunHost>> OptimizerServer::FindRun(uint64_t run_u
   return NotOpen(absl::StrCat("run with uid ", run_uid));
 }
 
-absl::StatusOr<v1::CloseRunResponse> OptimizerServer::CloseRun(
-    const v1::CloseRunRequest& request) {
+absl::StatusOr<v1::CloseRunResponse> OptimizerServer::CloseRun(const v1::CloseRunRequest& request) {
   absl::StatusOr<std::shared_ptr<RunHost>> run = FindRun(request.sender().run_uid());
   if (run.ok()) return (*run)->CloseRun(request);
   MutexLock lock(&mutex_);

@@ -18,7 +18,8 @@ struct ServerOptions {
 
   // Processors for computing; 0: all.
   int threads = 0;
-  // Matrices that are computed at once, each with its own workspace; 0: as many as threads, up to 8.
+  // Matrices that are computed at once, each with its own workspace; 0: as many as threads, up
+  // to 8.
   int matrices_in_flight = 0;
 
   // Bytes that a run may need by the formula of plan/memory.h; 0: 80 % of the machine's memory.

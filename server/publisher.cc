@@ -32,9 +32,8 @@ void ForEachRun(const PullItem& item, int64_t offset, int64_t count, Visit visit
 }
 
 bool PointsIntoMatrix(const PullItem& item) {
-  return item.source == item.wire &&
-         (item.rect.cols() == item.matrix_cols ||
-          item.rect.cols() * DTypeSize(item.wire) >= kMinSpanBytes);
+  return item.source == item.wire && (item.rect.cols() == item.matrix_cols ||
+                                      item.rect.cols() * DTypeSize(item.wire) >= kMinSpanBytes);
 }
 
 uint32_t AddPayload(const ChunkPlan::Piece& piece, OutgoingChunk* chunk, Keepalive* keepalive) {
@@ -72,14 +71,6 @@ void PullQueue::DropUpdates(int64_t step, int32_t attempt, int32_t round) {
                                 return item.type == v1::ChunkHeader::UPDATE && item.step == step &&
                                        (item.attempt < attempt ||
                                         (item.attempt == attempt && item.round <= round));
-                              }),
-               items_.end());
-}
-
-void PullQueue::DropBlock(v1::ChunkHeader::Type type, int32_t block) {
-  items_.erase(std::remove_if(items_.begin(), items_.end(),
-                              [&](const Entry& entry) {
-                                return entry.item.type == type && entry.item.block == block;
                               }),
                items_.end());
 }

@@ -1,6 +1,6 @@
-// What is sent to one rank: a queue of blocks, cut into chunks on a fixed grid when a stream is free
-// to take one. Pieces of a block always have the same bounds, so that a trainer recognises what it
-// gets twice.
+// What is sent to one rank: a queue of blocks, cut into chunks on a fixed grid when a stream is
+// free to take one. Pieces of a block always have the same bounds, so that a trainer recognises
+// what it gets twice.
 #ifndef STIEFEL_SERVER_PUBLISHER_H_
 #define STIEFEL_SERVER_PUBLISHER_H_
 
@@ -56,8 +56,6 @@ class PullQueue {
   void Clear() { items_.clear(); }
   // Forgets updates of the step up to this attempt and round, which nobody can use any more.
   void DropUpdates(int64_t step, int32_t attempt, int32_t round);
-  // Forgets what is queued of one block of one type.
-  void DropBlock(v1::ChunkHeader::Type type, int32_t block);
   bool empty() const { return items_.empty(); }
 
   // Removes the next chunk's worth. REQUIRES: not empty().

@@ -44,10 +44,9 @@ absl::Status RunHost::Allocate() {
   std::vector<MatrixStore*> stores;
   std::vector<int64_t> workspaces;
   for (const int32_t index : spec_->owned()) {
-    STIEFEL_ASSIGN_OR_RETURN(
-        std::unique_ptr<MatrixStore> store,
-        MatrixStore::Create(index, &spec_->matrices()[index], spec_->weights_mode(),
-                            environment_.backend));
+    STIEFEL_ASSIGN_OR_RETURN(std::unique_ptr<MatrixStore> store,
+                             MatrixStore::Create(index, &spec_->matrices()[index],
+                                                 spec_->weights_mode(), environment_.backend));
     stores.push_back(store.get());
     workspaces.push_back(store->WorkspaceBytes());
     stores_[index] = std::move(store);
@@ -215,8 +214,8 @@ absl::StatusOr<WeightsInit::Progress> RunHost::TakeInitWeights(IncomingChunk* ch
         "run \"", spec_->opened().name(), "\" is in DELTA mode: servers hold no weights"));
   }
   if (header.type() != v1::ChunkHeader::INIT_WEIGHTS)
-    return absl::InvalidArgumentError(absl::StrCat("a chunk of type ", header.type(),
-                                                   " on InitWeights, not INIT_WEIGHTS"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("a chunk of type ", header.type(), " on InitWeights, not INIT_WEIGHTS"));
   {
     MutexLock lock(&mutex_);
     STIEFEL_RETURN_IF_ERROR(machine_.CheckTrainer(header.sender()));

@@ -74,8 +74,7 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
 
   // FAILED_PRECONDITION: an unknown, stale or foreign sender. Messages may be sent before this
   // returns. A newer control stream of one incarnation replaces the older.
-  absl::StatusOr<uint64_t> OpenControl(const v1::Sender& sender,
-                                       std::shared_ptr<ControlSink> sink);
+  absl::StatusOr<uint64_t> OpenControl(const v1::Sender& sender, std::shared_ptr<ControlSink> sink);
   void OnControlMessage(uint64_t stream, const v1::TrainerMessage& message);
   void OnControlClosed(uint64_t stream);
 
@@ -151,7 +150,7 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
     Credit credit;
     PullQueue queue;
     std::set<uint64_t> data_streams;
-    Incarnation pulls_of;  // whose pull blocks these are
+    Incarnation pulls_of;                           // whose pull blocks these are
     std::map<int32_t, std::vector<int32_t>> pulls;  // matrix -> owned pull blocks
   };
   // Where an accepted piece of a chunk goes. Null: its bytes are passed over.
@@ -188,8 +187,7 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static absl::Status CopyPieces(IncomingChunk* chunk, std::vector<Placement>* placements);
   void GrantCredit(int32_t rank, bool always, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void CloseData(uint64_t stream, const absl::Status& status)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CloseData(uint64_t stream, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CloseControl(uint64_t stream, const absl::Status& status)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Pump(int32_t rank, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -144,8 +144,7 @@ void RunHost::Do(action::Resend& action, Turn* turn) {
   io.queue.Clear();  // what is enqueued now holds all of it
   if (state.needs_weights && machine_.weights_ready()) {
     for (const auto& [matrix, blocks] : io.pulls) {
-      for (const int32_t block : blocks)
-        EnqueueWeights(action.rank, block, *stores_.at(matrix));
+      for (const int32_t block : blocks) EnqueueWeights(action.rank, block, *stores_.at(matrix));
     }
   }
   for (const auto& [matrix, blocks] : io.pulls) {
@@ -202,11 +201,10 @@ void RunHost::Do(action::Finish& action, Turn* turn) {
 void RunHost::StartAbsorbs() {
   if (hashing_ > 0) return;
   for (MatrixJob& job : absorbs_) {
-    environment_.engine->Submit(
-        0, [self = shared_from_this(), job = std::move(job)](
-               const absl::Status& ready, Stream* stream, DeviceBuffer*) {
-          self->RunAbsorb(job, ready, stream);
-        });
+    environment_.engine->Submit(0, [self = shared_from_this(), job = std::move(job)](
+                                       const absl::Status& ready, Stream* stream, DeviceBuffer*) {
+      self->RunAbsorb(job, ready, stream);
+    });
   }
   absorbs_.clear();
 }
@@ -218,11 +216,11 @@ void RunHost::RunAbsorb(const MatrixJob& job, const absl::Status& ready, Stream*
     MutexLock lock(&mutex_);
     --absorbing_;
     if (!absorbed.ok()) {
-      machine_.OnStateLost(absl::Status(absorbed.code(),
-                                        absl::StrCat("the state of \"", job.spec->name,
-                                                     "\" after step ", job.key.step,
-                                                     " was lost: ", absorbed.message())),
-                           &turn.actions);
+      machine_.OnStateLost(
+          absl::Status(absorbed.code(),
+                       absl::StrCat("the state of \"", job.spec->name, "\" after step ",
+                                    job.key.step, " was lost: ", absorbed.message())),
+          &turn.actions);
     }
     MaybeSettle(&turn);
     Perform(&turn);
@@ -248,9 +246,8 @@ void RunHost::Do(action::FreeDeltas& action, Turn*) {
 
 void RunHost::Do(action::Fence& action, Turn* turn) {
   const Incarnation& current = machine_.ranks()[action.rank].incarnation;
-  const absl::Status fenced =
-      StaleIncarnation(action.rank, action.older.generation, action.older.id, current.generation,
-                       current.id);
+  const absl::Status fenced = StaleIncarnation(action.rank, action.older.generation,
+                                               action.older.id, current.generation, current.id);
   const StreamKey key(action.rank, action.older);
   if (const auto control = control_of_.find(key); control != control_of_.end()) {
     action::SendControl send{action.rank, action.older, {}};

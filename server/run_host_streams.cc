@@ -44,10 +44,10 @@ void RunHost::OnControlMessage(uint64_t stream, const v1::TrainerMessage& messag
     const StreamKey& key = found->second.key;
     if (message.sender().rank() != key.first ||
         Incarnation(message.sender().incarnation()) != key.second) {
-      CloseControl(stream, absl::InvalidArgumentError(absl::StrCat(
-                               "a message of rank ", message.sender().rank(),
-                               " on the control stream of rank ", key.first, " (",
-                               key.second.DebugString(), ")")));
+      CloseControl(stream, absl::InvalidArgumentError(
+                               absl::StrCat("a message of rank ", message.sender().rank(),
+                                            " on the control stream of rank ", key.first, " (",
+                                            key.second.DebugString(), ")")));
     } else {
       machine_.OnControlMessage(message, Now(), &turn.actions);
       Perform(&turn);
@@ -86,9 +86,9 @@ absl::StatusOr<uint64_t> RunHost::OpenData(const v1::Sender& sender,
     STIEFEL_RETURN_IF_ERROR(machine_.CheckTrainer(sender));
     RankIo& io = ranks_[sender.rank()];
     if (static_cast<int>(io.data_streams.size()) >= environment_.options.max_streams_per_rank) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("rank ", sender.rank(), " has ", io.data_streams.size(),
-                       " data streams; no more are allowed"));
+      return absl::ResourceExhaustedError(absl::StrCat("rank ", sender.rank(), " has ",
+                                                       io.data_streams.size(),
+                                                       " data streams; no more are allowed"));
     }
     STIEFEL_RETURN_IF_ERROR(machine_.OnDataUp(sender, Now(), &turn.actions));
     id = next_id_++;
@@ -142,8 +142,7 @@ absl::Status RunHost::CheckChunk(const DataStream& stream, const IncomingChunk& 
   if (header.sender().rank() != stream.key.first ||
       Incarnation(header.sender().incarnation()) != stream.key.second) {
     return absl::InvalidArgumentError(absl::StrCat("a chunk of rank ", header.sender().rank(),
-                                                   " on a data stream of rank ",
-                                                   stream.key.first));
+                                                   " on a data stream of rank ", stream.key.first));
   }
   STIEFEL_RETURN_IF_ERROR(machine_.CheckTrainer(header.sender()));
   const std::vector<BlockSpec>& blocks = machine_.ranks()[stream.key.first].push;
@@ -156,8 +155,8 @@ absl::Status RunHost::CheckChunk(const DataStream& stream, const IncomingChunk& 
     const MatrixSpec& matrix = spec_->matrices()[blocks[piece.block()].matrix];
     if (piece.count() <= 0 ||
         !CheckedMulAdd(piece.count(), DTypeSize(matrix.push_dtype), &expected)) {
-      return absl::InvalidArgumentError(absl::StrCat("a piece of ", piece.count(),
-                                                     " elements of \"", matrix.name, "\""));
+      return absl::InvalidArgumentError(
+          absl::StrCat("a piece of ", piece.count(), " elements of \"", matrix.name, "\""));
     }
   }
   if (expected == chunk.payload_bytes()) return absl::OkStatus();
@@ -171,9 +170,9 @@ absl::Status RunHost::CheckCredit(const v1::ChunkHeader& header, int64_t bytes) 
   if (header.step() != credit.step || header.attempt() != credit.attempt) return absl::OkStatus();
   const int64_t limit = credit.granted_bytes + environment_.options.credit_window_bytes;
   if (credit.consumed_bytes + bytes > limit) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "rank ", header.sender().rank(), " sent ", credit.consumed_bytes + bytes,
-        " bytes in step ", header.step(), ", the credit is ", credit.granted_bytes));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("rank ", header.sender().rank(), " sent ", credit.consumed_bytes + bytes,
+                     " bytes in step ", header.step(), ", the credit is ", credit.granted_bytes));
   }
   credit.consumed_bytes += bytes;
   return absl::OkStatus();

@@ -30,7 +30,10 @@ bool RunMachine::AnyLive(int64_t now) const {
 }
 
 double RunMachine::ReleaseSeconds(int64_t now) const {
-  return release_at_ == 0 ? 0 : static_cast<double>(std::max<int64_t>(0, release_at_ - now)) / 1e6;
+  if (AnyLive(now)) return 0;
+  // Until the next tick sees that nobody lives, all of it is left.
+  const int64_t left = release_at_ == 0 ? spec_->takeover_timeout() : release_at_ - now;
+  return static_cast<double>(std::max<int64_t>(0, left)) / 1e6;
 }
 
 absl::StatusOr<v1::TakeOverResponse> RunMachine::OnTakeOver(const v1::TakeOverRequest& request,

@@ -377,6 +377,8 @@ TEST(RunMachineTime, ARunWithoutLeasesIsKeptForTheTakeoverTimeout) {
     run.JoinAll();
     run.Commit(1);
     const int64_t lease_over = run.now + run.machine.spec().lease();
+    EXPECT_EQ(run.machine.ReleaseSeconds(run.now), 0);
+    EXPECT_EQ(run.machine.ReleaseSeconds(lease_over), 300);  // Also before a tick has noticed.
     while (run.now < lease_over + 1000000) run.machine.OnTick(run.now += 250000, &run.actions);
     EXPECT_EQ(run.machine.ended(), !rule);
     if (!rule) continue;

@@ -11,8 +11,7 @@
 namespace stiefel {
 namespace {
 
-grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context,
-                                 const absl::Status& status) {
+grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const absl::Status& status) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(ToGrpcStatus(status));
   return reactor;
@@ -47,11 +46,11 @@ class JoinCall final : public grpc::ServerUnaryReactor {
   void Start(const std::shared_ptr<RunHost>& run, const v1::JoinRunRequest& request,
              v1::JoinRunResponse* response) {
     run_ = run;
-    token_ = run->Join(request, [this, response](const absl::Status& status,
-                                                 const v1::JoinRunResponse& answer) {
-      *response = answer;
-      Finish(ToGrpcStatus(status));
-    });
+    token_ = run->Join(
+        request, [this, response](const absl::Status& status, const v1::JoinRunResponse& answer) {
+          *response = answer;
+          Finish(ToGrpcStatus(status));
+        });
   }
   // Comes after Start only: gRPC calls a reactor when the method has returned it.
   void OnCancel() override {

@@ -1,5 +1,5 @@
-// The Optimizer service on gRPC's callback API. Methods validate the form of a request, look the run
-// up, act and convert; nothing here blocks or waits for mathematics.
+// The Optimizer service on gRPC's callback API. Methods validate the form of a request, look the
+// run up, act and convert; nothing here blocks or waits for mathematics.
 #ifndef STIEFEL_SERVER_SERVICE_H_
 #define STIEFEL_SERVER_SERVICE_H_
 

@@ -28,8 +28,8 @@ std::string Lasting(v1::ServerStatus status) {
 
 }  // namespace
 
-// Owns itself from Start to OnDone. A slow reader has one write under way and gets what is true when
-// it is ready for the next.
+// Owns itself from Start to OnDone. A slow reader has one write under way and gets what is true
+// when it is ready for the next.
 class StatusWatch final : public grpc::ServerWriteReactor<v1::ServerStatus>,
                           public std::enable_shared_from_this<StatusWatch> {
  public:

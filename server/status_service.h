@@ -15,9 +15,8 @@ namespace stiefel {
 
 class StatusWatch;
 
-class StatusService final
-    : public v1::Status::WithCallbackMethod_GetStatus<
-          v1::Status::WithCallbackMethod_WatchStatus<v1::Status::Service>> {
+class StatusService final : public v1::Status::WithCallbackMethod_GetStatus<
+                                v1::Status::WithCallbackMethod_WatchStatus<v1::Status::Service>> {
  public:
   // Both outlive the service.
   StatusService(OptimizerServer* server, const Clock* clock) : server_(server), clock_(clock) {}

@@ -15,6 +15,12 @@ constexpr size_t kMaxControlQueue = 4096;
 // The host writes one chunk at a time.
 constexpr size_t kMaxDataQueue = 2;
 
+// The peer has closed its half, or sent what is no message: gRPC does not tell which.
+absl::Status EndOfReading(bool known) {
+  if (known) return absl::OkStatus();
+  return absl::InvalidArgumentError("the stream ended before a readable Hello");
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------- control
@@ -37,7 +43,7 @@ absl::Status ControlStream::Open() {
 }
 
 void ControlStream::OnReadDone(bool ok) {
-  if (!ok) return End(absl::OkStatus());
+  if (!ok) return End(EndOfReading(run_ != nullptr));
   absl::Status status = RefuseUnknownFields(message_);
   if (status.ok() && run_ == nullptr) {
     status = Open();
@@ -90,7 +96,7 @@ absl::Status DataChannel::Take() {
 }
 
 void DataChannel::OnReadDone(bool ok) {
-  if (!ok) return End(absl::OkStatus());
+  if (!ok) return End(EndOfReading(run_ != nullptr));
   const absl::Status status = Take();
   message_.Clear();
   if (!status.ok()) return End(status);

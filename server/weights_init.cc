@@ -128,9 +128,9 @@ absl::StatusOr<WeightsInit::Progress> WeightsInit::Take(IncomingChunk* chunk) {
     wire.resize(static_cast<size_t>(piece.count() * DTypeSize(dtype)));
     const uint32_t crc = chunk->CopyNext(wire.data(), static_cast<int64_t>(wire.size()));
     if (piece.has_crc32c() && crc != piece.crc32c())
-      return ChecksumMismatch(absl::StrCat("initial weights of \"",
-                                           spec_->matrices()[piece.block()].name, "\""),
-                              crc, piece.crc32c());
+      return ChecksumMismatch(
+          absl::StrCat("initial weights of \"", spec_->matrices()[piece.block()].name, "\""), crc,
+          piece.crc32c());
     values.resize(static_cast<size_t>(piece.count()));
     Convert(wire.data(), dtype, values.data(), DType::kFp32, piece.count());
 
@@ -140,8 +140,7 @@ absl::StatusOr<WeightsInit::Progress> WeightsInit::Take(IncomingChunk* chunk) {
     Target& target = targets_.at(piece.block());
     STIEFEL_RETURN_IF_ERROR(Place(piece.block(), RectOf(piece.rect()), values.data(), &target));
     const MatrixSpec& matrix = spec_->matrices()[piece.block()];
-    if (target.complete ||
-        !Gaps(WholeRect(matrix.rows, matrix.cols), target.covered, 1).empty())
+    if (target.complete || !Gaps(WholeRect(matrix.rows, matrix.cols), target.covered, 1).empty())
       continue;
     target.complete = true;
     progress.completed_now = --incomplete_ == 0;

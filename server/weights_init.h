@@ -42,7 +42,7 @@ class WeightsInit {
   struct Target {
     std::shared_ptr<SharedBuffer> weights;
     std::shared_ptr<const void> pin;  // no step writes them while copies are compared
-    std::vector<Rect> covered;  // disjoint
+    std::vector<Rect> covered;        // disjoint
     bool complete = false;
   };
 
