@@ -1,16 +1,17 @@
 // ./run bench step: a whole step of a GPT-2-124M-shaped model, at an eighth of its width and at
 // full width: how long its parts take, what they cost, and what periodic refreshes save.
 //
-// For each width two servers live side by side, one with a run of muon and one of
+// For each width servers live side by side, one with a run of muon and one of
 // periodic_rowwise_muon, and this process trains both, with the same gradients. Each repeat takes
 // one cycle (K steps, so that every matrix refreshes once) of the one run and then of the other, so
-// that both sides of the ratio see the same machine; the idle server only keeps its lease. Figures
+// that both sides of the ratio see the same machine; idle servers only keep their lease. Figures
 // are means over a cycle, per step; the table shows their median over the repeats. Those of
 // periodic_rowwise_muon at full width have no prefix.
 //
 //   push_ms     Begin until the last gradient byte was handed to the network
 //   compute_ms  time of the server's engine threads, added up
-//   pull_ms     the first update byte here until the last
+//   updates_ms  the first update byte here until the last; beside the computation
+//   pull_ms     the same in a third run, of sgd, which computes next to nothing: the transfer alone
 //   exposed_ms  from the last gradient on, until every update was here: what backward cannot hide
 //   apply_ms    taking the updates into fp32 weights
 //   step_ms     all of it
@@ -42,7 +43,7 @@ constexpr int64_t kPeriod = 3;   // of periodic_rowwise_muon
 constexpr int64_t kWidth = 768;  // of GPT-2 124M
 
 struct BenchOptions {
-  int repeats = 3;
+  int repeats = 5;
   int threads = 0;
   double backward_ms = 0;
   bool full = true;
@@ -58,12 +59,14 @@ struct Cost {
   double trainer_cpu = 0, server_cpu = 0, bytes_pushed = 0, bytes_pulled = 0;
 };
 
-// The parameters of GPT-2 124M with hidden matrices on `preset` and its width divided by `divisor`.
+// The parameters of GPT-2 124M with hidden matrices on `preset` (sgd: all parameters) and its width
+// divided by `divisor`.
 absl::StatusOr<std::vector<ParameterSpec>> Parameters(const std::string& preset, int64_t divisor) {
   ModelOverrides overrides;
   overrides.preset = preset;
   STIEFEL_ASSIGN_OR_RETURN(const ModelSpec model,
                            ReadModel(BinaryPath("plan/models/gpt2_124m.json"), overrides));
+  STIEFEL_ASSIGN_OR_RETURN(const Rule sgd, PresetRule("sgd"));
   std::vector<ParameterSpec> parameters;
   for (const ModelParameter& parameter : model.parameters) {
     const PlanMatrix& matrix = parameter.matrix;
@@ -74,7 +77,7 @@ absl::StatusOr<std::vector<ParameterSpec>> Parameters(const std::string& preset,
     spec.name = matrix.name;
     spec.shape = {narrow(matrix.cols)};
     if (parameter.dimensions == 2) spec.shape.insert(spec.shape.begin(), narrow(matrix.rows));
-    spec.rule = matrix.rule;
+    spec.rule = preset == sgd.preset ? sgd : matrix.rule;
     spec.push_dtype = matrix.push_dtype;
     spec.pull_dtype = matrix.pull_dtype;
     parameters.push_back(std::move(spec));
@@ -245,7 +248,7 @@ void AddCost(const std::string& prefix, const Cost& cost, Report* report) {
   const auto add = [&](const char* name, double sum) { report->Add(prefix + name, sum / kPeriod); };
   add("push_ms", cost.push * 1e3);
   add("compute_ms", cost.compute * 1e3);
-  add("pull_ms", cost.pull * 1e3);
+  add("updates_ms", cost.pull * 1e3);
   add("exposed_ms", cost.exposed * 1e3);
   add("apply_ms", cost.apply * 1e3);
   add("step_ms", cost.total * 1e3);
@@ -257,9 +260,9 @@ void AddCost(const std::string& prefix, const Cost& cost, Report* report) {
 
 absl::Status RunWidth(const BenchOptions& options, int64_t divisor, const std::string& prefix,
                       Report* report) {
-  const std::string presets[] = {"muon", "periodic_rowwise_muon"};
-  std::unique_ptr<Side> sides[2];
-  for (int i = 0; i < 2; ++i) {
+  const std::string presets[] = {"muon", "periodic_rowwise_muon", "sgd"};
+  std::unique_ptr<Side> sides[3];
+  for (int i = 0; i < 3; ++i) {
     STIEFEL_ASSIGN_OR_RETURN(sides[i], Side::Start(options, presets[i], divisor));
   }
   int64_t elements = 0;
@@ -273,12 +276,13 @@ absl::Status RunWidth(const BenchOptions& options, int64_t divisor, const std::s
   }
   std::vector<float> weights(elements, 0.0f);
   for (int repeat = 0; repeat <= options.repeats; ++repeat) {
-    Cost costs[2];
-    for (int i = 0; i < 2; ++i) {
+    Cost costs[3];
+    for (int i = 0; i < 3; ++i) {
       STIEFEL_ASSIGN_OR_RETURN(costs[i], sides[i]->Cycle(gradients, &weights));
     }
     if (repeat == 0) continue;  // warms everything up
     AddCost(prefix, costs[1], report);
+    report->Add(prefix + "pull_ms", costs[2].pull * 1e3 / kPeriod);
     AddCost(prefix + "muon_", costs[0], report);
     report->Add(prefix + "periodic_over_muon_compute", costs[1].compute / costs[0].compute);
     report->Add(prefix + "periodic_over_muon_spectral_compute",
@@ -287,7 +291,7 @@ absl::Status RunWidth(const BenchOptions& options, int64_t divisor, const std::s
     report->Add(prefix + "server_rss_over_owned", ratio);
   }
   report->Note(prefix + "parameters", elements);
-  for (int i = 0; i < 2; ++i) STIEFEL_RETURN_IF_ERROR(sides[i]->Check(presets[i]));
+  for (int i = 0; i < 3; ++i) STIEFEL_RETURN_IF_ERROR(sides[i]->Check(presets[i]));
   return absl::OkStatus();
 }
 
