@@ -22,9 +22,9 @@ void Progress::Step(int64_t step, double loss, double step_ms, const StepTimings
   if (!enabled_ || (!terminal_ && !milestone)) return;
   const std::string line = absl::StrFormat(
       "step %d/%d  loss %.3f  bits/byte: training %.3f, held out %.3f  %.0f ms/step "
-      "(wait %.0f, apply %.1f)  %.2f MB pushed, %.2f pulled",
-      step, steps_, loss, loss / std::log(2.0), held_out_, step_ms, timings.wait_s * 1e3,
-      timings.apply_s * 1e3, static_cast<double>(timings.bytes_pushed) * 1e-6,
+      "(push %.0f, wait %.0f, apply %.1f)  %.2f MB pushed, %.2f pulled",
+      step, steps_, loss, loss / std::log(2.0), held_out_, step_ms, timings.push_s * 1e3,
+      timings.wait_s * 1e3, timings.apply_s * 1e3, static_cast<double>(timings.bytes_pushed) * 1e-6,
       static_cast<double>(timings.bytes_pulled) * 1e-6);
   // On a terminal: back to the start of the line, and what the last one leaves over is erased.
   std::printf(terminal_ ? "\r%s\x1b[K" : "%s\n", line.c_str());
