@@ -172,6 +172,14 @@ void RunMachine::AcceptBegin(int32_t rank, const v1::BeginStep& begin, int64_t n
     return;
   }
   if (attempt_.sealed()) return;  // it will hear the decision
+  if (draining_) {
+    // Not a drop: the trainers would redo it at once, for as long as this server lives.
+    return Refuse(
+        rank, state.incarnation,
+        absl::UnavailableError(absl::StrCat(spec_->opened().servers(spec_->opened().server_index()),
+                                            " is draining: it begins no step")),
+        begin.step(), begin.attempt(), false, actions);
+  }
   part.begun = true;
   part.incarnation = state.incarnation;
   part.begin = begin;
@@ -179,12 +187,6 @@ void RunMachine::AcceptBegin(int32_t rank, const v1::BeginStep& begin, int64_t n
   state.applied = begin.step() - 1;
   state.needs_weights = false;
   if (attempt_.deadline == 0) attempt_.deadline = now + spec_->step_timeout();
-  if (draining_) {
-    return DropAttempt(
-        absl::StrCat("step ", attempt_.step, ": server ",
-                     spec_->opened().servers(spec_->opened().server_index()), " is draining"),
-        actions);
-  }
   MaybeFreeDeltas(actions);
   if (MayGrant()) actions->push_back(action::GrantCredit{rank});
   if (state.held_end && state.held_end->step() == begin.step() &&

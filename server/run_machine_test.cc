@@ -433,7 +433,13 @@ TEST(RunMachineStep, DrainDropsWhatIsOpenAndBeginsNothingNew) {
   run.Decide(v1::DROP, 1);
   run.Take();
   run.Begin(0, 1, 1);
-  EXPECT_EQ(run.Sent(0, Message::kDrop).size(), 1u);
+  EXPECT_TRUE(run.Sent(0, Message::kDrop).empty()) << "trainers would redo it for ever";
+  EXPECT_FALSE(run.machine.attempt().sealed());
+  ASSERT_EQ(run.Sent(0, Message::kRefused).size(), 1u);
+  const v1::Refused refused = run.Sent(0, Message::kRefused)[0].refused();
+  EXPECT_EQ(refused.code(), static_cast<int>(absl::StatusCode::kUnavailable));
+  EXPECT_EQ(refused.step(), 1);
+  EXPECT_EQ(refused.attempt(), 1);
 }
 
 TEST(RunMachineStep, CanonicalBytesTellStatesApartAndCopiesAreEqual) {

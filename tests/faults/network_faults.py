@@ -89,7 +89,7 @@ class NetworkFaults(driver.FaultTest):
 
     def through_proxies(self, *flags, delay=0.0, holds=((), ())):
         """Two servers behind a proxy each, and two trainers."""
-        servers = self.servers(2)
+        servers = self.servers(2, "--grace-seconds=2")
         proxies = [proxy.Proxy(server.address, delay) for server in servers]
         for one in proxies:
             self.addCleanup(one.__exit__)
@@ -205,7 +205,7 @@ class NetworkFaults(driver.FaultTest):
         for one in proxies:
             one.stall(proxy.UP, proxy.DOWN)
         servers[0].signal(signal.SIGTERM)
-        self.assertEqual(servers[0].exit_code(10 + driver.SLACK), 0, servers[0].describe())
+        self.assertEqual(servers[0].exit_code(2 + driver.SLACK), 0, servers[0].describe())
         trainers[0].go_on()
         for trainer in trainers:
             self.assertTrue(re.search("|".join(one.address for one in proxies), trainer.fail()["message"]))

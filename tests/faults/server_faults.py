@@ -11,7 +11,7 @@ LIMIT = STEP_TIMEOUT + driver.SLACK
 class ServerFaults(driver.FaultTest):
     def start_step(self, server_count, trainer_count, step, *flags):
         """Trainers of which the last holds in the middle of its pushes, and the others wait for the outcome."""
-        servers = self.servers(server_count)
+        servers = self.servers(server_count, "--grace-seconds=2")
         flags += (f"--step-timeout={STEP_TIMEOUT}", "--steps=6")
         trainers = [self.trainer(servers, rank, trainer_count, *flags) for rank in range(trainer_count - 1)]
         trainers.append(self.trainer(servers, trainer_count - 1, trainer_count, f"--hold={step}:pushing", *flags))
@@ -44,7 +44,7 @@ class ServerFaults(driver.FaultTest):
             self.stop_server(server)
 
     def test_server_frozen_before_a_step_begins(self):
-        servers = self.servers(2)
+        servers = self.servers(2, "--grace-seconds=2")
         trainers = self.trainers(servers, 2, f"--step-timeout={STEP_TIMEOUT}", "--steps=6", "--hold=3:before")
         for trainer in trainers:
             trainer.await_hold(3, "before")
@@ -83,13 +83,10 @@ class ServerFaults(driver.FaultTest):
     def test_sigterm_with_16_open_streams(self):
         servers, trainers = self.start_step(1, 4, 2, "--data-streams=3")
         servers[0].signal(signal.SIGTERM)
-        self.assertEqual(servers[0].exit_code(10 + driver.SLACK), 0, servers[0].describe())
+        self.assertEqual(servers[0].exit_code(2 + driver.SLACK), 0, servers[0].describe())
         trainers[-1].go_on()
         for trainer in trainers:
-            error = trainer.fail()
-            print(f"  rank {trainer.rank} {error['call']}: {error['code']} after {error['elapsed_s']:.2f} s: "
-                  f"{error['message']}")
-            self.assertIn(servers[0].address, error["message"])
+            self.assert_unavailable(trainer.fail(), servers[0].address, LIMIT)
 
     # A voted step is decided before the server goes: it is committed on both.
     def test_sigterm_finishes_a_voted_step(self):
