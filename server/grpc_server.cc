@@ -114,11 +114,12 @@ void GrpcServer::ShutdownWithin(double grace_seconds) {
     server_->GetHealthCheckService()->SetServingStatus(false);
     core_->Drain();
     const int64_t deadline = RealClock().NowMicros() + static_cast<int64_t>(grace_seconds * 1e6);
-    while (!core_->Quiet() && RealClock().NowMicros() < deadline) {
+    while (!core_->Drained() && RealClock().NowMicros() < deadline) {
       MutexLock lock(&mutex_);
       changed_.WaitForMicros(&mutex_, kDrainPollMicros);
     }
-    if (!core_->Quiet()) spdlog::warn("stopping with a voted step that nobody has decided");
+    if (!core_->Drained())
+      spdlog::warn("stopping although a step is not decided, or its updates not sent");
   }
   {
     MutexLock lock(&mutex_);

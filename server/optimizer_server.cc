@@ -234,7 +234,6 @@ void OptimizerServer::Tick() {
   if (run == nullptr) return;
   run->Tick();
   if (!run->ended()) return;
-  spdlog::info("{} is over", Describe(run->spec().opened()));
   MutexLock lock(&mutex_);
   if (run_ == run) Forget();
 }
@@ -257,9 +256,9 @@ void OptimizerServer::Drain() {
   if (run != nullptr) run->Drain();
 }
 
-bool OptimizerServer::Quiet() const {
+bool OptimizerServer::Drained() const {
   const std::shared_ptr<RunHost> run = LiveRun();
-  return run == nullptr || run->Quiet();
+  return run == nullptr || run->Drained();
 }
 
 void OptimizerServer::Disconnect(const absl::Status& status) {

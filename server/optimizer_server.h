@@ -54,8 +54,8 @@ class OptimizerServer {
 
   // Told to stop: opens and begins nothing more.
   void Drain();
-  // Nothing waits for a decision.
-  bool Quiet() const;
+  // As RunHost::Drained; true without a run.
+  bool Drained() const;
   // Ends all streams.
   void Disconnect(const absl::Status& status);
 

@@ -11,6 +11,8 @@ namespace {
 
 // Longest that a JoinRun is held, whatever the caller asks for.
 constexpr double kMaxJoinWaitSeconds = 3600;
+// Calls that may wait: a rank whose caller gave up and came again has two.
+constexpr size_t kJoinsPerRank = 16;
 
 }  // namespace
 
@@ -99,13 +101,21 @@ uint64_t RunHost::Join(const v1::JoinRunRequest& request, JoinDone done) {
   {
     MutexLock lock(&mutex_);
     token = next_id_++;
-    joins_[token] = std::move(done);
-    const double wait = std::isfinite(request.wait_seconds())
-                            ? std::clamp(request.wait_seconds(), 0.0, kMaxJoinWaitSeconds)
-                            : 0.0;
-    const int64_t now = Now();
-    machine_.OnJoin(token, request, now, now + static_cast<int64_t>(wait * 1e6), &turn.actions);
-    Perform(&turn);
+    if (joins_.size() >= kJoinsPerRank * ranks_.size()) {
+      calls_.Add([done = std::move(done), waiting = joins_.size()] {
+        done(absl::ResourceExhaustedError(
+                 absl::StrCat(waiting, " JoinRun calls wait already; no more are held")),
+             {});
+      });
+    } else {
+      joins_[token] = std::move(done);
+      const double wait = std::isfinite(request.wait_seconds())
+                              ? std::clamp(request.wait_seconds(), 0.0, kMaxJoinWaitSeconds)
+                              : 0.0;
+      const int64_t now = Now();
+      machine_.OnJoin(token, request, now, now + static_cast<int64_t>(wait * 1e6), &turn.actions);
+      Perform(&turn);
+    }
   }
   EndTurn(&turn);
   return token;
@@ -165,14 +175,19 @@ void RunHost::Drain() {
     MutexLock lock(&mutex_);
     machine_.OnDrain(Now(), &turn.actions);
     Perform(&turn);
+    drained_ = drained_ || !machine_.attempt().sealed();
   }
   EndTurn(&turn);
 }
 
-bool RunHost::Quiet() const {
+bool RunHost::Drained() const {
   MutexLock lock(&mutex_);
   if (machine_.ended()) return true;
-  return !machine_.attempt().sealed() && computing_ == 0 && absorbing_ == 0;
+  if (!drained_ || settling_) return false;
+  for (const auto& [id, stream] : data_) {
+    if (stream.writing || !ranks_[stream.key.first].queue.empty()) return false;
+  }
+  return true;
 }
 
 bool RunHost::ended() const {

@@ -98,8 +98,9 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
   void Tick();
   // No new attempt is begun; an unsealed one is dropped.
   void Drain();
-  // Nothing here waits for a decision, or is being computed.
-  bool Quiet() const;
+  // After Drain: the attempt that was sealed then is decided and taken in, and connected trainers
+  // were given their updates.
+  bool Drained() const;
   // Ends all streams and pending joins with this status.
   void Disconnect(const absl::Status& status);
   bool ended() const;
@@ -250,6 +251,7 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
   int64_t absorbing_ ABSL_GUARDED_BY(mutex_) = 0;  // absorb jobs with the engine, or waiting
   int64_t hashing_ ABSL_GUARDED_BY(mutex_) = 0;    // hash jobs with the engine
   std::optional<std::pair<int64_t, int32_t>> settling_ ABSL_GUARDED_BY(mutex_);
+  bool drained_ ABSL_GUARDED_BY(mutex_) = false;  // no attempt is open that was so before Drain
   std::vector<MatrixJob> absorbs_ ABSL_GUARDED_BY(mutex_);  // wait for the hash jobs
   std::vector<HashDone> hash_waiters_ ABSL_GUARDED_BY(mutex_);
 

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/errors.h"
 #include "server/run_host.h"
+#include "spdlog/spdlog.h"
 
 namespace stiefel {
 namespace {
@@ -177,6 +178,7 @@ void RunHost::CommitStores(const v1::Decide& decision) {
 void RunHost::Do(action::Finish& action, Turn* turn) {
   const v1::Decide& decision = action.decision;
   settling_ = {decision.step(), decision.attempt()};
+  if (machine_.draining()) drained_ = true;
   if (decision.outcome() == v1::COMMIT) {
     CommitStores(decision);
   } else {
@@ -188,6 +190,11 @@ void RunHost::Do(action::Finish& action, Turn* turn) {
         store->Discard();
       }
     }
+  }
+  if (decision.outcome() != v1::COMMIT) {
+    spdlog::warn("run \"{}\": {} of step {} attempt {}: {}", spec_->opened().name(),
+                 v1::Outcome_Name(decision.outcome()), decision.step(), decision.attempt(),
+                 decision.reason());
   }
   if (decision.outcome() != v1::DROP) {
     last_grad_norm_ = decision.grad_norm();
@@ -267,6 +274,7 @@ void RunHost::Do(action::Fence& action, Turn* turn) {
 }
 
 void RunHost::Do(action::EndRun& action, Turn*) {
+  spdlog::info("{}", action.reason);
   CloseStreams(absl::FailedPreconditionError(action.reason));
   for (RankIo& io : ranks_) io.queue.Clear();
   StartAbsorbs();
