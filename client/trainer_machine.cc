@@ -238,7 +238,7 @@ void TrainerMachine::Queue(int32_t block, int32_t part, bool absent, const Inter
 void TrainerMachine::OnDecided(int32_t server, const v1::Decided& decided) {
   if (decided.step() <= applied_) return;
   if (decided.outcome() == v1::DROP) {
-    if (decided.step() != target()) return;
+    if (decided.step() != target() || decided.attempt() < attempt()) return;
     if (!dropped_ || dropped_->attempt() < decided.attempt()) dropped_ = decided;
     if (!begun_) next_attempt_ = std::max(next_attempt_, decided.attempt() + 1);
     return;

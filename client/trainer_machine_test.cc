@@ -193,7 +193,9 @@ TEST_F(TrainerTest, ADropIsRedoneAsTheNextAttempt) {
   BeginAndPush(1);
   ASSERT_FALSE(sends.empty());
   EXPECT_EQ(sends[0].message.begin_step().attempt(), 1);
+  const std::string before = trainer.CanonicalBytes();
   trainer.OnDecided(1, Decided(v1::DROP, 1, 0));  // again, from the other server
+  EXPECT_EQ(trainer.CanonicalBytes(), before);
   EXPECT_FALSE(trainer.End());
   trainer.OnDecided(1, Decided(v1::COMMIT, 1, 1));
   EXPECT_FALSE(trainer.End()) << "the updates here are of attempt 0";

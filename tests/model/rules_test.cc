@@ -1,0 +1,115 @@
+// Every rule of docs/PROTOCOL.md that the machines implement is needed: with it switched off,
+// random walks of a small world break a promise or get stuck. Prints the table of docs/PROTOCOL.md.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <optional>
+#include <string>
+
+#include "tests/model/explorer.h"
+#include "tests/model/scale.h"
+
+namespace stiefel::model {
+namespace {
+
+struct Rule {
+  int number;
+  const char* name;
+  bool ProtocolPolicy::*flag;
+};
+
+// Rule 14 only bounds time: RunMachineTime.ARunWithoutLeasesIsKeptForTheTakeoverTimeout.
+const Rule kRules[] = {
+    {1, "match_names", &ProtocolPolicy::match_names},
+    {2, "fence_leader", &ProtocolPolicy::fence_leader},
+    {3, "check_applied", &ProtocolPolicy::check_applied},
+    {3, "cancel_on_join", &ProtocolPolicy::cancel_on_join},
+    {4, "drop_on_rejoin", &ProtocolPolicy::drop_on_rejoin},
+    {5, "resend_deltas", &ProtocolPolicy::resend_deltas},
+    {6, "vote_after_all", &ProtocolPolicy::vote_after_all},
+    {6, "seal_on_vote", &ProtocolPolicy::seal_on_vote},
+    {6, "compare_incarnations", &ProtocolPolicy::compare_incarnations},
+    {7, "all_votes", &ProtocolPolicy::all_votes},
+    {7, "one_decision", &ProtocolPolicy::one_decision},
+    {8, "first_decision", &ProtocolPolicy::first_decision},
+    {9, "match_round", &ProtocolPolicy::match_round},
+    {9, "complete_deltas", &ProtocolPolicy::complete_deltas},
+    {10, "resend_votes", &ProtocolPolicy::resend_votes},
+    {11, "hold_ahead", &ProtocolPolicy::hold_ahead},
+    {11, "keep_deltas", &ProtocolPolicy::keep_deltas},
+    {12, "take_over_all", &ProtocolPolicy::take_over_all},
+    {13, "complete_found", &ProtocolPolicy::complete_found},
+};
+
+// Two servers, two trainers, one or two steps, and the faults that the seed allows.
+Config Small(uint64_t seed) {
+  Config config;
+  config.steps = 1 + (seed / 2) % 2;
+  config.weights = seed % 2 == 1;
+  config.pieces = seed % 3 == 0 ? 2 : 1;
+  config.clip_step = seed % 5 == 0 ? 1 : 0;
+  config.local_step = seed % 7 == 0 ? 1 : 0;
+  config.restarts = seed % 4;
+  config.zombies = seed % 2;
+  config.losses = seed % 3;
+  config.duplicates = seed % 4 == 0 ? 4 : 0;
+  config.deadlines = seed % 2;
+  config.old_snapshots = seed % 2 == 1;
+  config.without_weights = seed % 4 == 1;
+  return config;
+}
+
+struct Failure {
+  Config config;
+  Trace trace;
+};
+
+// The shortest of the first failures that the walks meet.
+std::optional<Failure> Search(const Rule& rule, uint64_t max_walks, int max_failures) {
+  std::optional<Failure> shortest;
+  int failures = 0;
+  for (uint64_t seed = 0; seed < max_walks && failures < max_failures; ++seed) {
+    Config config = Small(seed);
+    config.policy.*rule.flag = false;
+    const Setting setting(config);
+    const Walk walk = RandomWalk(setting, seed, 200, 15);
+    if (!walk.trace) continue;
+    ++failures;
+    const Trace trace = Shorten(setting, *walk.trace);
+    if (!shortest || trace.events.size() < shortest->trace.events.size())
+      shortest = Failure{config, trace};
+  }
+  return shortest;
+}
+
+TEST(Rules, EachSwitchedOffBreaksAPromise) {
+  std::string traces;
+  std::printf("%-5s %-21s %6s  %s\n", "rule", "switched off", "events", "what happens");
+  for (const Rule& rule : kRules) {
+    const auto failure = Search(rule, FullScale() ? 20000 : 5000, FullScale() ? 40 : 6);
+    if (!failure) {
+      ADD_FAILURE() << "rule " << rule.number << " (" << rule.name << ") is not needed by anything";
+      continue;
+    }
+    const Trace& trace = failure->trace;
+    std::printf("%-5d %-21s %6zu  %s%s\n", rule.number, rule.name, trace.events.size(),
+                trace.stuck ? "then, with fair delivery: " : "",
+                trace.violation.substr(0, 110).c_str());
+    std::fflush(stdout);
+    traces += std::string(rule.name) + "\n" + Print(Setting(failure->config), trace);
+  }
+  if (FullScale()) std::printf("%s", traces.c_str());
+}
+
+// The same walks with all rules in force.
+TEST(Rules, AllInForceBreakNone) {
+  for (uint64_t seed = 0; seed < (FullScale() ? 20000 : 1500); ++seed) {
+    const Setting setting(Small(seed));
+    const Walk walk = RandomWalk(setting, seed, 200, 15);
+    if (walk.trace)
+      FAIL() << "seed " << seed << "\n" << Print(setting, Shorten(setting, *walk.trace));
+  }
+}
+
+}  // namespace
+}  // namespace stiefel::model
