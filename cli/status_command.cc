@@ -85,8 +85,8 @@ class Watcher {
   ~Watcher();
 
   // Waits for news; then the newest status of every server, in their order, once all have sent one.
-  // Nothing if then a server ends its stream. UNAVAILABLE names a server whose stream broke, or those
-  // that sent nothing in time.
+  // Nothing if then a server ends its stream. UNAVAILABLE names a server whose stream broke, or
+  // those that sent nothing in time.
   absl::StatusOr<std::optional<std::vector<v1::ServerStatus>>> Next();
 
  private:
