@@ -1,8 +1,10 @@
 """kill -9 at random moments of a step, and a restart: the step is finished or redone, never both."""
 
+import re
 import time
 
 import driver
+import proxy
 
 COUNT = 10 if driver.FULL else 4
 STEPS = 5
@@ -69,6 +71,63 @@ class TakeoverFaults(driver.FaultTest):
 
     def test_rank_1_killed_in_delta_mode(self):
         self.kill_at_random(1, ("--mode=delta", "--seed=24"), self.snapshots)
+
+    def leader_frozen_between_votes_and_decision(self, addresses, servers, flags):
+        """Both servers have voted on step 3; the leader is stopped before it could have heard the last vote."""
+        leader = self.trainer(addresses, 0, 2, *flags, "--hold=3:ended")
+        other = self.trainer(addresses, 1, 2, *flags, "--hold=3:pushing")
+        leader.await_hold(3, "ended")
+        other.await_hold(3, "pushing")
+        for server in servers:
+            server.await_run(lambda run: run["ranks"][0]["ended_push"] and not re.search(r"rank 0\b", run["awaited"]),
+                             "done with rank 0")
+        leader.freeze()
+        other.go_on()
+        for server in servers:
+            server.await_run(lambda run: run["phase"] == "voted", "voted")
+        return leader, other
+
+    def finish_without_redo(self, servers, heir, other, expected):
+        for trainer in (heir, other):
+            self.assertEqual(trainer.await_event("finished", driver.RUN)["weights_hash"], expected[0])
+        self.assertEqual(driver.state_hashes(servers), expected[1])
+        step3 = [(event["attempt"], event["outcome"]) for event in other.events("outcome") if event["step"] == 3]
+        self.assertEqual(step3, [(0, "commit")], "a voted step must be decided, not redone")
+        self.assertEqual(heir.events("begun")[0]["step"], 4)
+        for trainer in (heir, other):
+            trainer.go_on()
+        for trainer in (heir, other):
+            trainer.finish()
+
+    # PROTOCOL rules 6, 7 and 13.
+    def test_votes_of_a_dead_leader_are_decided_by_its_successor(self):
+        flags = ("--mode=weights", "--seed=25", f"--steps={STEPS}", "--lease=2", "--wait-retries=20", "--hold-close")
+        expected = self.undisturbed(2, 2, "--mode=weights", "--seed=25", f"--steps={STEPS}")
+        servers = self.servers(2)
+        leader, other = self.leader_frozen_between_votes_and_decision(servers, servers, flags)
+        leader.kill()
+        heir = self.trainer(servers, 0, 2, *flags, "--applied=none")
+        self.finish_without_redo(servers, heir, other, expected)
+
+    # PROTOCOL rule 13: one server has the decision, the other has not.
+    def test_half_a_decision_is_completed(self):
+        flags = ("--mode=weights", "--seed=26", f"--steps={STEPS}", "--lease=2", "--wait-retries=20", "--hold-close")
+        expected = self.undisturbed(2, 2, "--mode=weights", "--seed=26", f"--steps={STEPS}")
+        servers = self.servers(2)
+        proxies = [proxy.Proxy(server.address) for server in servers]
+        for one in proxies:
+            self.addCleanup(one.__exit__)
+        addresses = [one.address for one in proxies]
+        leader, other = self.leader_frozen_between_votes_and_decision(addresses, servers, flags)
+        proxies[1].stall(proxy.UP)
+        leader.thaw()
+        servers[0].await_run(lambda run: run["consumed_step"] == 3, "told of the commit")
+        self.assertEqual(servers[1].run_status()["phase"], "voted")
+        leader.kill()
+        proxies[1].cut()
+        proxies[1].stall()
+        heir = self.trainer(addresses, 0, 2, *flags, "--applied=none")
+        self.finish_without_redo(servers, heir, other, expected)
 
 
 if __name__ == "__main__":
