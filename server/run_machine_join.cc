@@ -326,7 +326,8 @@ absl::Status RunMachine::OnControlUp(const v1::Sender& sender, int64_t now, Acti
   if (last_attempt_ && last_attempt_->outcome() == v1::DROP)
     SendDecided(sender.rank(), *last_attempt_, actions);
   if (sender.rank() == 0) SendSeal(actions);
-  if (attempt_.ranks[sender.rank()].begun && MayGrant())
+  const AttemptRank& part = attempt_.ranks[sender.rank()];
+  if (part.begun && part.incarnation == rank.incarnation && MayGrant())
     actions->push_back(action::GrantCredit{sender.rank()});
   return absl::OkStatus();
 }

@@ -76,7 +76,7 @@ TEST(Exploration, SmallConfigurationsKeepEveryPromise) {
     small.change(&config);
     const Setting setting(config);
     ExploreLimits limits;
-    limits.max_states = FullScale() ? small.full_max_states : small.max_states;
+    limits.max_states = Scaled(small.max_states, small.full_max_states);
     if (limits.max_states == 0) limits.max_states = INT64_MAX;
     limits.close_every = FullScale() ? 16 : 64;
     const Exploration result = Explore(setting, limits);
@@ -125,7 +125,7 @@ Config Large(uint64_t seed) {
 }
 
 TEST(Exploration, RandomWalksOfLargeConfigurationsKeepEveryPromise) {
-  const uint64_t walks = FullScale() ? 100000 : 4000;
+  const uint64_t walks = Scaled(10000, 100000);
   int64_t events = 0;
   int64_t drops = 0;
   int64_t restored = 0;

@@ -251,7 +251,7 @@ void World::Drive(int32_t process) {
       Violate(absl::StrCat("a living trainer is told to stop: ", me.trainer.fatal().ToString()));
     return Stop(process, std::string(me.trainer.fatal().message()));
   }
-  if (!me.trainer.step_error().ok() && !me.zombie)
+  if (!me.trainer.step_error().ok() && !me.zombie && setting_->config.policy.match_names)
     Violate(absl::StrCat("a step of a living trainer is refused: ",
                          me.trainer.step_error().ToString()));
   if (me.leader && me.leader->ready() && !me.joining) {
