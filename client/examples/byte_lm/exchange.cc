@@ -1,7 +1,5 @@
 #include "client/examples/byte_lm/exchange.h"
 
-#include <arpa/inet.h>
-#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -11,12 +9,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <thread>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/strip.h"
-#include "common/clock.h"
+#include "client/examples/byte_lm/loopback_socket.h"
 #include "common/status.h"
 
 namespace stiefel::byte_lm {
@@ -38,117 +33,79 @@ struct CallHeader {
   uint64_t bytes;
 };
 
-int64_t NowMillis() { return RealClock().NowMicros() / 1000; }
-
-absl::Status SocketError(absl::string_view what) {
-  return absl::UnavailableError(absl::StrCat(what, ": ", strerror(errno)));
-}
-
-// Waits until `fd` is ready for `events`.
-absl::Status Await(int fd, short events, int64_t deadline, absl::string_view what) {
-  for (;;) {
-    pollfd wanted{fd, events, 0};
-    const int64_t left = deadline - NowMillis();
-    const int ready = left > 0 ? poll(&wanted, 1, static_cast<int>(left)) : 0;
-    if (ready > 0) return absl::OkStatus();
-    if (ready == 0) return absl::DeadlineExceededError(absl::StrCat(what, ": no answer in time"));
-    if (errno != EINTR) return SocketError(what);
-  }
-}
-
-absl::Status SendAll(int fd, const void* data, size_t size, int64_t deadline,
-                     absl::string_view what) {
-  const char* at = static_cast<const char*>(data);
-  while (size > 0) {
-    STIEFEL_RETURN_IF_ERROR(Await(fd, POLLOUT, deadline, what));
-    const ssize_t sent = send(fd, at, size, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent < 0 && errno != EAGAIN && errno != EINTR) return SocketError(what);
-    if (sent > 0) at += sent, size -= sent;
-  }
-  return absl::OkStatus();
-}
-
-absl::Status ReceiveAll(int fd, void* data, size_t size, int64_t deadline, absl::string_view what) {
-  char* at = static_cast<char*>(data);
-  while (size > 0) {
-    STIEFEL_RETURN_IF_ERROR(Await(fd, POLLIN, deadline, what));
-    const ssize_t got = recv(fd, at, size, MSG_DONTWAIT);
-    if (got == 0) return absl::UnavailableError(absl::StrCat(what, ": closed the connection"));
-    if (got < 0 && errno != EAGAIN && errno != EINTR) return SocketError(what);
-    if (got > 0) at += got, size -= got;
-  }
-  return absl::OkStatus();
-}
-
-sockaddr_in Loopback(uint16_t port) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(port);
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  return address;
-}
-
-// Listens on a loopback port; port 0: one that the system picks.
-absl::StatusOr<int> Listen(uint16_t port) {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (fd < 0) return SocketError("socket");
-  const int on = 1;
-  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  const sockaddr_in address = Loopback(port);
-  if (bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
-      listen(fd, SOMAXCONN) != 0) {
-    const absl::Status status = SocketError(absl::StrCat("listening on 127.0.0.1:", port));
-    close(fd);
-    return status;
-  }
-  return fd;
-}
-
-absl::StatusOr<uint16_t> PortOf(int listener) {
-  sockaddr_in address{};
-  socklen_t size = sizeof(address);
-  if (getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    return SocketError("getsockname");
-  }
-  return ntohs(address.sin_port);
-}
-
-// Connects, again and again while nobody listens there yet.
-absl::StatusOr<int> ConnectTo(uint16_t port, int64_t deadline) {
-  const sockaddr_in address = Loopback(port);
-  for (;;) {
-    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) return SocketError("socket");
-    if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) return fd;
-    const absl::Status status = SocketError(absl::StrCat("connecting to 127.0.0.1:", port));
-    close(fd);
-    if (NowMillis() >= deadline) return status;
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  }
-}
-
-absl::StatusOr<uint16_t> ParseAddress(absl::string_view address) {
-  absl::string_view rest = address;
-  uint32_t port = 0;
-  if (!absl::ConsumePrefix(&rest, "127.0.0.1:") || !absl::SimpleAtoi(rest, &port) || port == 0 ||
-      port > 65535) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "--exchange=", address, ": expected 127.0.0.1:port with a port of 1 to 65535"));
-  }
-  return static_cast<uint16_t>(port);
-}
-
-// Closes a socket at the end of its scope.
-class ScopedFd {
+// Both directions of one call with one peer.
+class Transfer {
  public:
-  explicit ScopedFd(int fd) : fd_(fd) {}
-  ~ScopedFd() { close(fd_); }
-  ScopedFd(const ScopedFd&) = delete;
-  ScopedFd& operator=(const ScopedFd&) = delete;
-  int get() const { return fd_; }
+  Transfer(int peer, int fd, uint64_t call, const char* out, size_t out_size, char* in,
+           size_t in_size)
+      : peer_(peer), fd_(fd), out_(out), in_(in), out_size_(out_size), in_size_(in_size) {
+    out_header_ = {call, out_size};
+  }
+
+  int peer() const { return peer_; }
+  int fd() const { return fd_; }
+  // What to wait for; 0 when all is done.
+  short events() const {
+    return static_cast<short>((Unsent() > 0 ? POLLOUT : 0) | (Awaited() > 0 ? POLLIN : 0));
+  }
+
+  // Moves what can be moved after poll said `ready`.
+  absl::Status Advance(short ready) {
+    if (Awaited() > 0 && (ready & (POLLIN | POLLHUP | POLLERR))) {
+      STIEFEL_RETURN_IF_ERROR(Receive());
+    }
+    if (Unsent() > 0 && (ready & (POLLOUT | POLLERR))) STIEFEL_RETURN_IF_ERROR(Send());
+    return absl::OkStatus();
+  }
 
  private:
+  static constexpr size_t kHead = sizeof(CallHeader);
+
+  size_t Unsent() const { return kHead + out_size_ - sent_; }
+  size_t Awaited() const { return kHead + in_size_ - received_; }
+
+  absl::Status Send() {
+    const bool in_head = sent_ < kHead;
+    const char* from =
+        in_head ? reinterpret_cast<const char*>(&out_header_) + sent_ : out_ + (sent_ - kHead);
+    const ssize_t sent =
+        send(fd_, from, in_head ? kHead - sent_ : Unsent(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0 && errno != EAGAIN && errno != EINTR) {
+      return SocketError(absl::StrCat("sending to rank ", peer_));
+    }
+    sent_ += std::max<ssize_t>(sent, 0);
+    return absl::OkStatus();
+  }
+
+  absl::Status Receive() {
+    const bool in_head = received_ < kHead;
+    char* to =
+        in_head ? reinterpret_cast<char*>(&in_header_) + received_ : in_ + (received_ - kHead);
+    const ssize_t got = recv(fd_, to, in_head ? kHead - received_ : Awaited(), MSG_DONTWAIT);
+    if (got == 0) return absl::UnavailableError(absl::StrCat("rank ", peer_, " has left"));
+    if (got < 0 && errno != EAGAIN && errno != EINTR) {
+      return SocketError(absl::StrCat("receiving from rank ", peer_));
+    }
+    received_ += std::max<ssize_t>(got, 0);
+    if (in_head && received_ == kHead &&
+        (in_header_.call != out_header_.call || in_header_.bytes != in_size_)) {
+      return absl::DataLossError(absl::StrCat("rank ", peer_, " made call ", in_header_.call,
+                                              " with ", in_header_.bytes, " bytes; expected call ",
+                                              out_header_.call, " with ", in_size_));
+    }
+    return absl::OkStatus();
+  }
+
+  const int peer_;
   const int fd_;
+  const char* const out_;
+  char* const in_;
+  const size_t out_size_;
+  const size_t in_size_;
+  CallHeader out_header_{};
+  CallHeader in_header_{};
+  size_t sent_ = 0;      // header included
+  size_t received_ = 0;  // header included
 };
 
 }  // namespace
@@ -189,7 +146,7 @@ absl::Status Exchange::ConnectAll(const ExchangeOptions& options) {
   if (rank_ == 0) {
     int listener = options.listen_fd;
     if (listener < 0) {
-      STIEFEL_ASSIGN_OR_RETURN(const uint16_t port, ParseAddress(options.address));
+      STIEFEL_ASSIGN_OR_RETURN(const uint16_t port, ParseLoopbackAddress(options.address));
       STIEFEL_ASSIGN_OR_RETURN(listener, Listen(port));
     }
     const ScopedFd owned(listener);
@@ -210,7 +167,7 @@ absl::Status Exchange::ConnectAll(const ExchangeOptions& options) {
 }
 
 absl::Status Exchange::MeetRankZero(const ExchangeOptions& options, int64_t deadline) {
-  STIEFEL_ASSIGN_OR_RETURN(const uint16_t root, ParseAddress(options.address));
+  STIEFEL_ASSIGN_OR_RETURN(const uint16_t root, ParseLoopbackAddress(options.address));
   STIEFEL_ASSIGN_OR_RETURN(const int listener, Listen(0));
   const ScopedFd owned(listener);
   Greeting greeting;
@@ -267,84 +224,33 @@ absl::Status Exchange::AcceptRanks(int listener, int first, int64_t deadline,
 
 absl::Status Exchange::Swap(const std::vector<Outgoing>& send_parts,
                             const std::vector<Incoming>& receive_parts) {
-  struct Progress {
-    CallHeader out, in;
-    size_t sent = 0, received = 0;
-  };
   const int64_t deadline = NowMillis() + timeout_millis_;
-  const size_t head = sizeof(CallHeader);
   ++calls_;
-  std::vector<Progress> progress(world_size_);
+  std::vector<Transfer> transfers;
   for (int peer = 0; peer < world_size_; ++peer) {
-    progress[peer].out = {calls_, send_parts[peer].size};
+    if (peer == rank_) continue;
+    transfers.emplace_back(peer, sockets_[peer], calls_, send_parts[peer].data,
+                           send_parts[peer].size, receive_parts[peer].data,
+                           receive_parts[peer].size);
   }
-  const auto unsent = [&](int peer) { return head + send_parts[peer].size - progress[peer].sent; };
-  const auto awaited = [&](int peer) {
-    return head + receive_parts[peer].size - progress[peer].received;
-  };
-
-  const auto push = [&](int peer) -> absl::Status {
-    Progress& p = progress[peer];
-    const bool in_head = p.sent < head;
-    const char* from = in_head ? reinterpret_cast<const char*>(&p.out) + p.sent
-                               : send_parts[peer].data + (p.sent - head);
-    const ssize_t sent = send(sockets_[peer], from, in_head ? head - p.sent : unsent(peer),
-                              MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent < 0 && errno != EAGAIN && errno != EINTR) {
-      return SocketError(absl::StrCat("sending to rank ", peer));
-    }
-    p.sent += std::max<ssize_t>(sent, 0);
-    return absl::OkStatus();
-  };
-  const auto pull = [&](int peer) -> absl::Status {
-    Progress& p = progress[peer];
-    const bool in_head = p.received < head;
-    char* to = in_head ? reinterpret_cast<char*>(&p.in) + p.received
-                       : receive_parts[peer].data + (p.received - head);
-    const ssize_t got =
-        recv(sockets_[peer], to, in_head ? head - p.received : awaited(peer), MSG_DONTWAIT);
-    if (got == 0) return absl::UnavailableError(absl::StrCat("rank ", peer, " has left"));
-    if (got < 0 && errno != EAGAIN && errno != EINTR) {
-      return SocketError(absl::StrCat("receiving from rank ", peer));
-    }
-    p.received += std::max<ssize_t>(got, 0);
-    if (in_head && p.received == head &&
-        (p.in.call != calls_ || p.in.bytes != receive_parts[peer].size)) {
-      return absl::DataLossError(absl::StrCat("rank ", peer, " made call ", p.in.call, " with ",
-                                              p.in.bytes, " bytes; expected call ", calls_,
-                                              " with ", receive_parts[peer].size));
-    }
-    return absl::OkStatus();
-  };
-
   for (;;) {
     std::vector<pollfd> wanted;
-    std::vector<int> peers;
-    std::string names;
-    for (int peer = 0; peer < world_size_; ++peer) {
-      if (peer == rank_) continue;
-      const short events = (unsent(peer) > 0 ? POLLOUT : 0) | (awaited(peer) > 0 ? POLLIN : 0);
-      if (events == 0) continue;
-      wanted.push_back({sockets_[peer], events, 0});
-      peers.push_back(peer);
-      absl::StrAppend(&names, names.empty() ? "" : ", ", peer);
+    std::string open;
+    for (const Transfer& transfer : transfers) {
+      const bool done = transfer.events() == 0;
+      wanted.push_back({done ? -1 : transfer.fd(), transfer.events(), 0});  // poll passes -1 over
+      if (!done) absl::StrAppend(&open, open.empty() ? "" : ", ", transfer.peer());
     }
-    if (wanted.empty()) return absl::OkStatus();
+    if (open.empty()) return absl::OkStatus();
     const int64_t left = std::max<int64_t>(deadline - NowMillis(), 0);
     const int ready = poll(wanted.data(), wanted.size(), static_cast<int>(left));
     if (ready < 0 && errno != EINTR) return SocketError("poll");
     if (ready == 0) {
       return absl::DeadlineExceededError(absl::StrCat(
-          "exchange ", calls_, ": no progress with rank ", names, " in ", timeout_millis_, " ms"));
+          "exchange ", calls_, ": no progress with rank ", open, " in ", timeout_millis_, " ms"));
     }
-    for (size_t i = 0; i < wanted.size() && ready > 0; ++i) {
-      const short got = wanted[i].revents;
-      if (awaited(peers[i]) > 0 && (got & (POLLIN | POLLHUP | POLLERR))) {
-        STIEFEL_RETURN_IF_ERROR(pull(peers[i]));
-      }
-      if (unsent(peers[i]) > 0 && (got & (POLLOUT | POLLERR))) {
-        STIEFEL_RETURN_IF_ERROR(push(peers[i]));
-      }
+    for (size_t i = 0; i < transfers.size() && ready > 0; ++i) {
+      STIEFEL_RETURN_IF_ERROR(transfers[i].Advance(wanted[i].revents));
     }
   }
 }
