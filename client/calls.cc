@@ -77,7 +77,7 @@ absl::StatusOr<std::vector<std::string>> CallAll(
             Slot& answered = state->slots[s];
             answered.in_flight = false;
             answered.done = status.ok();
-            answered.last = status;
+            answered.last = OwnCopy(status);
             answered.response = response;
             answered.retry_at = RealClock().NowMicros() + BackoffMicros(answered.failures++);
             state->changed.NotifyAll();
@@ -111,7 +111,7 @@ std::vector<absl::Status> CallEach(const Servers& servers, const std::string& me
                                  [state, s](const absl::Status& status, const std::string&) {
                                    MutexLock done_lock(&state->mutex);
                                    state->slots[s].done = true;
-                                   state->slots[s].last = status;
+                                   state->slots[s].last = OwnCopy(status);
                                    state->changed.NotifyAll();
                                  });
   }

@@ -113,7 +113,7 @@ void Session::OpenDataStreams(int32_t server) {
 void Session::CloseLink(int32_t server, Link* link, const absl::Status& why) {
   if (link->closing) return;
   link->closing = true;
-  servers_[server].last_error = why;
+  servers_[server].last_error = OwnCopy(why);
   if (trainer_) trainer_->OnServerDown(server);
   changed_.NotifyAll();
   wake_.NotifyAll();
@@ -134,7 +134,7 @@ void Session::OnStreamClosed(int32_t server, Link* link, const absl::Status& why
 }
 
 void Session::Fail(const absl::Status& why) {
-  if (fatal_.ok()) fatal_ = why;
+  if (fatal_.ok()) fatal_ = OwnCopy(why);
   changed_.NotifyAll();
 }
 

@@ -314,7 +314,7 @@ absl::Status Session::InitWeights(int32_t parameter, const Rect& rect, const Ten
                           [reply](const absl::Status& status, const std::string& response) {
                             MutexLock lock(&reply->mutex);
                             reply->done = true;
-                            reply->status = status;
+                            reply->status = OwnCopy(status);
                             reply->response = response;
                             reply->changed.NotifyAll();
                           });

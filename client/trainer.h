@@ -178,9 +178,9 @@ class Trainer {
       const TrainerOptions& options, const std::vector<ParameterSpec>& parameters,
       Transport* transport = nullptr);
 
-  // Safe at any moment, also while other threads wait in here (they get CANCELLED; their calls must
-  // have returned before the memory of this object goes). Leaves the run without saying so: Close
-  // first. Returns when no borrowed memory is in use any more.
+  // Safe in the middle of a step: calls that other threads are inside are cancelled and waited for
+  // (REQUIRES: no thread enters a call any more). Leaves the run without saying so: Close first.
+  // When it returns no borrowed memory is in use.
   ~Trainer();
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;

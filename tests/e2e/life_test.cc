@@ -107,9 +107,9 @@ TEST(LifeTest, CancelledAndDestroyedAtRandomMoments) {
     const absl::Status closed = (*connected)->Close();
     EXPECT_TRUE(closed.ok()) << closed;
     if (round % 2 == 0) (*connected)->Cancel();
+    user.join();
     connected->reset();
     gradient.reset();
-    user.join();
   }
 }
 

@@ -10,7 +10,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/trainer.h"
+#include "google/protobuf/unknown_field_set.h"
 #include "gtest/gtest.h"
+#include "spdlog/spdlog.h"
 #include "tests/inmemory/memory_transport.h"
 
 namespace stiefel::testing {
@@ -27,6 +29,10 @@ inline ServerOptions SmallServer() {
 class MemoryCluster {
  public:
   explicit MemoryCluster(int servers, ServerOptions options = SmallServer()) {
+    // What these libraries make at first use is made before there are threads: ThreadSanitizer does
+    // not see their own locks.
+    google::protobuf::UnknownFieldSet::default_instance();
+    spdlog::default_logger();
     for (int s = 0; s < servers; ++s) {
       addresses_.push_back(absl::StrCat("server", s, ":1"));
       servers_.push_back(std::make_unique<MemoryServer>(options));

@@ -124,11 +124,10 @@ class StreamOnStrand : public MemoryStream {
     if (server_ != nullptr) Register(server_, this);
     if (server_ == nullptr || server_->dead()) Break(Down());
   }
-  ~StreamOnStrand() override {
-    if (server_ != nullptr) Forget(server_, this);
-  }
   void Break(const absl::Status& why) override {
-    strand_.Post([this, why] { End(why); });
+    strand_.Post([this, code = why.code(), message = std::string(why.message())] {
+      End(absl::Status(code, message));
+    });
   }
 
  protected:
@@ -136,6 +135,7 @@ class StreamOnStrand : public MemoryStream {
   void End(const absl::Status& why) {
     if (!open_) return;
     open_ = false;
+    if (server_ != nullptr) Forget(server_, this);
     CloseAtHost();
     listener_->OnClosed(why);
   }
