@@ -204,8 +204,16 @@ void Session::StartTrainer(const std::vector<v1::JoinRunResponse>& answers) {
   std::vector<TrainerBlock> pull;
   for (const LayoutBlock& block : layout_.push()) push.push_back(to_machine(block));
   for (const LayoutBlock& block : layout_.pull()) pull.push_back(to_machine(block));
+  // Memory for updates is written to before the first of them arrives: page faults would cost the
+  // first step more than the copying itself.
+  std::vector<std::shared_ptr<Buffer>> buffers;
+  for (const LayoutBlock& block : layout_.pull()) {
+    buffers.push_back(std::make_shared<Buffer>());
+    buffers.back()->bytes = std::make_unique<char[]>(static_cast<size_t>(block.bytes()));
+  }
   if (!thread_.joinable()) thread_ = std::thread([this] { RunThread(); });
   MutexLock lock(&mutex_);
+  for (size_t i = 0; i < buffers.size(); ++i) pulled_[i].buffer = std::move(buffers[i]);
   trainer_.emplace(static_cast<int32_t>(servers_.size()), std::move(push), std::move(pull));
   for (int32_t s = 0; s < static_cast<int32_t>(servers_.size()); ++s) {
     servers_[s].consumed = answers[s].consumed_step();

@@ -30,9 +30,31 @@ grpc::ChannelArguments Arguments() {
   return arguments;
 }
 
+// Buffers that streams receive into, touched before the first use and handed from stream to stream.
+class BufferPool {
+ public:
+  explicit BufferPool(int64_t buffer_bytes) : buffer_bytes_(buffer_bytes) {}
+  std::unique_ptr<std::vector<char>> Take() {
+    MutexLock lock(&mutex_);
+    if (free_.empty()) return std::make_unique<std::vector<char>>(buffer_bytes_);
+    auto buffer = std::move(free_.back());
+    free_.pop_back();
+    return buffer;
+  }
+  void Give(std::unique_ptr<std::vector<char>> buffer) {
+    MutexLock lock(&mutex_);
+    free_.push_back(std::move(buffer));
+  }
+
+ private:
+  const int64_t buffer_bytes_;
+  Mutex mutex_;
+  std::vector<std::unique_ptr<std::vector<char>>> free_ ABSL_GUARDED_BY(mutex_);
+};
+
 class Receiver final : public grpc::ServerGenericBidiReactor {
  public:
-  explicit Receiver(int64_t buffer_bytes) : buffer_(buffer_bytes) { StartRead(&message_); }
+  explicit Receiver(BufferPool* pool) : pool_(pool), buffer_(pool->Take()) { StartRead(&message_); }
 
   void OnReadDone(bool ok) override {
     if (!ok) {
@@ -47,7 +69,10 @@ class Receiver final : public grpc::ServerGenericBidiReactor {
     Take();
     StartRead(&message_);
   }
-  void OnDone() override { delete this; }
+  void OnDone() override {
+    pool_->Give(std::move(buffer_));
+    delete this;
+  }
 
  private:
   void Take() {
@@ -64,15 +89,16 @@ class Receiver final : public grpc::ServerGenericBidiReactor {
       skip -= head;
       data += head;
       size -= head;
-      if (at_ + size > buffer_.size()) at_ = 0;
-      crc = CopyAndCrc32c(buffer_.data() + at_, data, size, crc);
+      if (at_ + size > buffer_->size()) at_ = 0;
+      crc = CopyAndCrc32c(buffer_->data() + at_, data, size, crc);
       at_ += size;
       received_ += static_cast<int64_t>(size);
     }
     bad_ = bad_ || crc != stated;
   }
 
-  std::vector<char> buffer_;
+  BufferPool* const pool_;
+  std::unique_ptr<std::vector<char>> buffer_;
   size_t at_ = 0;
   int64_t received_ = 0;
   bool bad_ = false;
@@ -82,13 +108,13 @@ class Receiver final : public grpc::ServerGenericBidiReactor {
 
 class Service final : public grpc::CallbackGenericService {
  public:
-  explicit Service(int64_t buffer_bytes) : buffer_bytes_(buffer_bytes) {}
+  explicit Service(int64_t buffer_bytes) : pool_(buffer_bytes) {}
   grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext*) override {
-    return new Receiver(buffer_bytes_);
+    return new Receiver(&pool_);
   }
 
  private:
-  const int64_t buffer_bytes_;
+  BufferPool pool_;
 };
 
 class BareServerImpl final : public BareServer {
