@@ -107,7 +107,8 @@ v1::ServerInfo OptimizerServer::Info() const {
   info.set_threads(options_.threads);
   info.set_memory_limit_bytes(options_.memory_limit_bytes);
   info.set_speed(options_.speed);
-  info.set_staging(options_.staging ? std::string(StagingName(*options_.staging)) : "auto");
+  // What a run must fit with: where the server chooses, lazy is good enough.
+  info.set_staging(std::string(StagingName(options_.staging.value_or(Staging::kLazy))));
   info.set_credit_window_bytes(options_.credit_window_bytes);
   {
     MutexLock lock(&mutex_);
