@@ -12,8 +12,8 @@
 // machine is told, and the session's own thread opens a new link after a backoff. That thread also
 // sends heartbeats, and is the only one that cancels and destroys streams.
 //
-// Files: session.cc (the public calls), session_links.cc (streams, own thread), session_updates.cc
-// (what arrives, and applying it).
+// Files: session.cc (connecting, and the calls of a step), session_wait.cc (waiting),
+// session_links.cc (streams, own thread), session_updates.cc (what arrives, and applying it).
 #ifndef STIEFEL_CLIENT_SESSION_H_
 #define STIEFEL_CLIENT_SESSION_H_
 
@@ -195,7 +195,8 @@ class Session {
   // The pull block has an update to take in: null if it was skipped or untouched.
   absl::StatusOr<Pulled*> ReadyBlock(int32_t pull_block) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // ---- waiting (session.cc)
+  // ---- waiting (session_wait.cc)
+  static int64_t DeadlineAfter(absl::Duration timeout);
   absl::Status FinalError() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The outcome, an error that ends the wait, or nothing yet.
   std::optional<absl::StatusOr<StepOutcome>> CheckWait(int32_t parameter, int64_t now)

@@ -4,12 +4,14 @@
 
 #include <functional>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/trainer.h"
+#include "gmock/gmock.h"
 #include "google/protobuf/unknown_field_set.h"
 #include "gtest/gtest.h"
 #include "spdlog/spdlog.h"
@@ -85,6 +87,36 @@ inline void RunRanks(int32_t world_size, const std::function<void(int32_t)>& bod
   std::vector<std::thread> threads;
   for (int32_t rank = 0; rank < world_size; ++rank) threads.emplace_back([&, rank] { body(rank); });
   for (std::thread& thread : threads) thread.join();
+}
+
+#define ASSERT_OK(expr)                   \
+  do {                                    \
+    const absl::Status status_ = (expr);  \
+    ASSERT_TRUE(status_.ok()) << status_; \
+  } while (false)
+#define EXPECT_STATUS(expr, expected_code, text)                             \
+  do {                                                                       \
+    const absl::Status status_ = (expr);                                     \
+    EXPECT_EQ(status_.code(), absl::StatusCode::expected_code) << status_;   \
+    EXPECT_THAT(std::string(status_.message()), ::testing::HasSubstr(text)); \
+  } while (false)
+
+inline std::unique_ptr<Trainer> MustConnect(MemoryCluster& cluster, const TrainerOptions& options,
+                                            const std::vector<ParameterSpec>& parameters) {
+  auto trainer = Trainer::Connect(options, parameters, cluster.transport());
+  EXPECT_TRUE(trainer.ok()) << trainer.status();
+  return trainer.ok() ? *std::move(trainer) : nullptr;
+}
+
+// Drawn for this step, rank and parameter, within [-1, 1].
+inline std::vector<float> Gradient(int64_t elements, int64_t step, int32_t rank,
+                                   int32_t parameter) {
+  std::mt19937_64 random(step * 1000003 + rank * 1009 + parameter);
+  std::vector<float> values(elements);
+  for (float& value : values) {
+    value = static_cast<float>(static_cast<int64_t>(random() % 20001) - 10000) / 10000.0f;
+  }
+  return values;
 }
 
 }  // namespace stiefel::testing
