@@ -46,22 +46,22 @@ const Small kSmall[] = {
        c->steps = 2;
        c->restarts = 2;
      },
-     60000, 2000000},
-    {"a step deadline", [](Config* c) { c->deadlines = 1; }, 60000, 2000000},
-    {"a restart", [](Config* c) { c->restarts = 1; }, 200000, 4000000},
+     60000, 1000000},
+    {"a step deadline", [](Config* c) { c->deadlines = 1; }, 60000, 1000000},
+    {"a restart", [](Config* c) { c->restarts = 1; }, 200000, 1000000},
     {"a restart of the leader, which lives on",
      [](Config* c) {
        c->zombies = 1;
        c->restart_rank = 0;
      },
-     60000, 2000000},
+     60000, 1000000},
     {"WEIGHTS, a restart with nothing or less, two steps",
      [](Config* c) {
        c->weights = c->without_weights = c->old_snapshots = true;
        c->restarts = 1;
        c->steps = 2;
      },
-     60000, 2000000},
+     60000, 1000000},
 };
 
 TEST(Exploration, SmallConfigurationsKeepEveryPromise) {
