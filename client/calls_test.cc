@@ -42,8 +42,8 @@ class ScriptedServer final : public ServerConnection {
     }
     waiting_.clear();
   }
-  std::unique_ptr<ControlStream> OpenControl(ControlListener*) override { return nullptr; }
-  std::unique_ptr<DataStream> OpenData(int, DataListener*) override { return nullptr; }
+  std::unique_ptr<ClientControlStream> OpenControl(ControlListener*) override { return nullptr; }
+  std::unique_ptr<ClientDataStream> OpenData(int, DataListener*) override { return nullptr; }
   int calls() {
     MutexLock lock(&mutex_);
     return calls_;

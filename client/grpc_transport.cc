@@ -111,7 +111,7 @@ class StreamBase : public Reactor {
   ByteBuffer in_;
 };
 
-class GrpcControlStream final : public ControlStream, public StreamBase {
+class GrpcControlStream final : public ClientControlStream, public StreamBase {
  public:
   explicit GrpcControlStream(ControlListener* listener) : listener_(listener) {}
 
@@ -143,7 +143,7 @@ class GrpcControlStream final : public ControlStream, public StreamBase {
   std::deque<ByteBuffer> queue_ ABSL_GUARDED_BY(mutex_);  // the first one is being written
 };
 
-class GrpcDataStream final : public DataStream, public StreamBase {
+class GrpcDataStream final : public ClientDataStream, public StreamBase {
  public:
   explicit GrpcDataStream(DataListener* listener) : listener_(listener) {}
 
@@ -288,12 +288,12 @@ class GrpcConnection final : public ServerConnection {
     for (InitWeightsCall* call : init_calls_) call->Cancel();
   }
 
-  std::unique_ptr<ControlStream> OpenControl(ControlListener* listener) override {
+  std::unique_ptr<ClientControlStream> OpenControl(ControlListener* listener) override {
     auto stream = std::make_unique<GrpcControlStream>(listener);
     stream->Start(&stub_, "Control");
     return stream;
   }
-  std::unique_ptr<DataStream> OpenData(int index, DataListener* listener) override {
+  std::unique_ptr<ClientDataStream> OpenData(int index, DataListener* listener) override {
     auto stream = std::make_unique<GrpcDataStream>(listener);
     stream->Start(data_stubs_[index].get(), "Data");
     return stream;

@@ -96,8 +96,8 @@ class Session {
     // Listeners outlive their streams.
     std::unique_ptr<ControlEvents> control_events;
     std::vector<std::unique_ptr<DataEvents>> data_events;
-    std::unique_ptr<ControlStream> control;
-    std::vector<std::unique_ptr<DataStream>> data;
+    std::unique_ptr<ClientControlStream> control;
+    std::vector<std::unique_ptr<ClientDataStream>> data;
     std::vector<bool> busy;  // by data stream: a chunk is between Send and OnSent
     size_t next_stream = 0;
     int open_streams = 0;

@@ -31,9 +31,10 @@ class ControlListener {
   virtual void OnClosed(const absl::Status& why) = 0;
 };
 
-class ControlStream {
+// Not to be confused with the server's half.
+class ClientControlStream {
  public:
-  virtual ~ControlStream() = default;
+  virtual ~ClientControlStream() = default;
   // Queued, sent in order. Dropped once the stream has ended.
   virtual void Send(const v1::TrainerMessage& message) = 0;
   // Ends the stream; OnClosed follows.
@@ -51,9 +52,9 @@ class DataListener {
   virtual void OnClosed(const absl::Status& why) = 0;
 };
 
-class DataStream {
+class ClientDataStream {
  public:
-  virtual ~DataStream() = default;
+  virtual ~ClientDataStream() = default;
   // REQUIRES: no chunk is between Send and OnSent. Dropped, without OnSent, once the stream has
   // ended.
   virtual void Send(OutgoingChunk chunk) = 0;
@@ -76,10 +77,10 @@ class ServerConnection {
   // Ends every Call and InitWeights that is under way, with CANCELLED.
   virtual void CancelCalls() = 0;
 
-  virtual std::unique_ptr<ControlStream> OpenControl(ControlListener* listener) = 0;
+  virtual std::unique_ptr<ClientControlStream> OpenControl(ControlListener* listener) = 0;
   // `index` < the number of data streams that the connection was made for; streams of different
   // index are different connections.
-  virtual std::unique_ptr<DataStream> OpenData(int index, DataListener* listener) = 0;
+  virtual std::unique_ptr<ClientDataStream> OpenData(int index, DataListener* listener) = 0;
 };
 
 class Transport {

@@ -15,12 +15,12 @@ constexpr int64_t kPoolMicros = 2000;
 
 // Takes chunks at once and sends them on from a thread of its own, which also makes every call to
 // the session.
-class FaultyData final : public DataStream, public DataListener {
+class FaultyData final : public ClientDataStream, public DataListener {
  public:
   FaultyData(FaultyTransport* transport, uint64_t seed, DataListener* outer)
       : transport_(transport), outer_(outer), random_(seed), thread_([this] { Run(); }) {}
   ~FaultyData() override { thread_.join(); }
-  void Start(std::unique_ptr<DataStream> inner) {
+  void Start(std::unique_ptr<ClientDataStream> inner) {
     MutexLock lock(&mutex_);
     inner_ = std::move(inner);
     wake_.NotifyAll();
@@ -109,7 +109,7 @@ class FaultyData final : public DataStream, public DataListener {
   DataListener* const outer_;
   Mutex mutex_;
   CondVar wake_;
-  std::unique_ptr<DataStream> inner_;
+  std::unique_ptr<ClientDataStream> inner_;
   std::vector<OutgoingChunk> pool_ ABSL_GUARDED_BY(mutex_);
   int64_t owed_ ABSL_GUARDED_BY(mutex_) = 0;  // OnSent calls
   bool busy_ ABSL_GUARDED_BY(mutex_) = false;
@@ -132,10 +132,10 @@ class FaultyConnection final : public ServerConnection {
     inner_->InitWeights(std::move(chunks), timeout_micros, std::move(done));
   }
   void CancelCalls() override { inner_->CancelCalls(); }
-  std::unique_ptr<ControlStream> OpenControl(ControlListener* listener) override {
+  std::unique_ptr<ClientControlStream> OpenControl(ControlListener* listener) override {
     return inner_->OpenControl(listener);
   }
-  std::unique_ptr<DataStream> OpenData(int index, DataListener* listener) override {
+  std::unique_ptr<ClientDataStream> OpenData(int index, DataListener* listener) override {
     auto stream =
         std::make_unique<FaultyData>(transport_, transport_->faults().seed + ++opened_, listener);
     stream->Start(inner_->OpenData(index, stream.get()));

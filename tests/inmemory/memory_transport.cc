@@ -150,7 +150,7 @@ class StreamOnStrand : public MemoryStream {
   Strand strand_;  // the last member: its tasks use the others
 };
 
-class MemoryControl final : public ControlStream, public StreamOnStrand<ControlListener> {
+class MemoryControl final : public ClientControlStream, public StreamOnStrand<ControlListener> {
  public:
   using StreamOnStrand::StreamOnStrand;
 
@@ -202,7 +202,7 @@ class MemoryControl final : public ControlStream, public StreamOnStrand<ControlL
   std::shared_ptr<Sink> sink_;
 };
 
-class MemoryData final : public DataStream, public StreamOnStrand<DataListener> {
+class MemoryData final : public ClientDataStream, public StreamOnStrand<DataListener> {
  public:
   using StreamOnStrand::StreamOnStrand;
 
@@ -324,12 +324,12 @@ class MemoryConnection final : public ServerConnection {
       strand_->Post([this, id] { Finish(id, absl::CancelledError("call cancelled"), ""); });
     }
   }
-  std::unique_ptr<ControlStream> OpenControl(ControlListener* listener) override {
+  std::unique_ptr<ClientControlStream> OpenControl(ControlListener* listener) override {
     auto stream = std::make_unique<MemoryControl>(server_, listener);
     stream->Start();
     return stream;
   }
-  std::unique_ptr<DataStream> OpenData(int, DataListener* listener) override {
+  std::unique_ptr<ClientDataStream> OpenData(int, DataListener* listener) override {
     auto stream = std::make_unique<MemoryData>(server_, listener);
     stream->Start();
     return stream;
