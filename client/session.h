@@ -203,6 +203,7 @@ class Session {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::optional<StepEnd> EndOf(int32_t parameter) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   StepOutcome ToOutcome(const StepEnd& end) const;
+  void Look(int64_t now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Silent(int64_t now, int64_t limit) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TimedOut(int64_t now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool OutcomeIsKnown() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -233,6 +234,7 @@ class Session {
   StepOptions step_options_ ABSL_GUARDED_BY(mutex_);
   std::optional<v1::Decided> decided_ ABSL_GUARDED_BY(mutex_);  // of the target step, not a drop
   int64_t awaiting_since_ ABSL_GUARDED_BY(mutex_) = 0;          // first Awaiting; 0: none
+  int64_t looked_at_ ABSL_GUARDED_BY(mutex_) = 0;  // when a thread of this process last ran here
   int64_t begun_at_ ABSL_GUARDED_BY(mutex_) = 0;
   bool push_ended_ ABSL_GUARDED_BY(mutex_) = false;
   StepTimings timings_ ABSL_GUARDED_BY(mutex_);

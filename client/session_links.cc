@@ -179,19 +179,26 @@ bool Session::TendLinks(int64_t now, std::vector<Link*>* cancel,
   return any;
 }
 
+// A frozen trainer must not take its own absence for the servers'. Whoever judges by the clock
+// calls this first: after a freeze any thread may be the first to run.
+void Session::Look(int64_t now) {
+  const int64_t gap = now - looked_at_;
+  if (looked_at_ != 0 && gap > kFrozenMicros) {
+    for (ServerState& server : servers_) server.heard += gap;
+    if (awaiting_since_ != 0) awaiting_since_ += gap;
+  }
+  looked_at_ = now;
+}
+
 void Session::RunThread() {
-  int64_t last = Now();
   for (;;) {
     std::vector<Link*> cancel;
     std::vector<std::unique_ptr<Link>> destroy;
     {
       MutexLock lock(&mutex_);
       const int64_t now = Now();
-      if (now - last > kFrozenMicros + HeartbeatMicros()) {
-        for (ServerState& server : servers_) server.heard += now - last;
-      }
-      last = now;
-      int64_t wake = now + HeartbeatMicros();
+      Look(now);
+      int64_t wake = now + std::min(HeartbeatMicros(), kFrozenMicros / 4);
       const bool any = TendLinks(now, &cancel, &destroy, &wake);
       if (cancel.empty() && destroy.empty()) {
         if (stopping_ && !any) return;

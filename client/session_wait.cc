@@ -131,6 +131,7 @@ absl::StatusOr<StepOutcome> Session::Wait(int32_t parameter, absl::Duration time
   }
   for (;;) {
     const int64_t now = Now();
+    Look(now);
     if (auto answer = CheckWait(parameter, now)) {
       timings_.wait_s += static_cast<double>(now - start) / 1e6;
       return *std::move(answer);
