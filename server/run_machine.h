@@ -14,7 +14,7 @@
 //   (Decided)
 //   6. OnSettled                         -> credits of the next attempt may be granted
 // Files: run_machine.cc (life of the run, records), run_machine_join.cc (joins, takeover, leases),
-// run_machine_step.cc (the walk above).
+// run_machine_step.cc (1, 2 and 6 of the walk), run_machine_decide.cc (3 to 5).
 #ifndef STIEFEL_SERVER_RUN_MACHINE_H_
 #define STIEFEL_SERVER_RUN_MACHINE_H_
 
@@ -232,22 +232,24 @@ class RunMachine {
   absl::Status CheckBegin(int32_t rank, const v1::BeginStep& begin) const;
   void AcceptBegin(int32_t rank, const v1::BeginStep& begin, int64_t now, Actions* actions);
   void OnAllBegun(Actions* actions);
-  void OnEndPush(int32_t rank, const v1::EndPush& end, int64_t now, Actions* actions);
   void OnArrivedQuery(int32_t rank, const v1::ArrivedQuery& query, Actions* actions) const;
+  void GrantAll(Actions* actions);
+  bool MayGrant() const;
+  void MaybeFreeDeltas(Actions* actions);
+  absl::Status CheckAgreement() const;
+
+  // run_machine_decide.cc
   void OnRescale(const v1::Rescale& rescale, Actions* actions);
   void OnDecide(const v1::Decide& decision, int64_t now, Actions* actions);
   void Record(const v1::Decide& decision, int64_t now, Actions* actions);
   void ReplayHeld(int64_t now, Actions* actions);
-  void GrantAll(Actions* actions);
-  bool MayGrant() const;
-  void MaybeFreeDeltas(Actions* actions);
   void MaybeComputeAll(Actions* actions);
   void MaybeCompute(int32_t matrix, Actions* actions);
   void MaybeVote(Actions* actions);
+  void OnEndPush(int32_t rank, const v1::EndPush& end, int64_t now, Actions* actions);
   void DropAttempt(const std::string& reason, Actions* actions);
   void SendSeal(Actions* actions) const;
   std::string Missing() const;
-  absl::Status CheckAgreement() const;
 
   std::shared_ptr<const RunSpec> spec_;
   ProtocolPolicy policy_;
