@@ -33,7 +33,7 @@ namespace stiefel {
 namespace {
 
 struct BenchOptions {
-  int64_t megabytes = 512;
+  int64_t megabytes = 1024;
   int matrices = 16;
   int channels = 2;
   int64_t message_bytes = 1 << 20;
