@@ -4,9 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "common/checked_math.h"
 #include "common/checksum.h"
-#include "common/errors.h"
 #include "google/protobuf/io/coded_stream.h"
 #include "google/protobuf/io/zero_copy_stream.h"
 #include "google/protobuf/wire_format_lite.h"
@@ -185,20 +183,6 @@ uint32_t ReceivedChunk::SkipNext(int64_t bytes) {
   uint32_t crc = 0;
   Walk(bytes, [&](const uint8_t* data, size_t size) { crc = ExtendCrc32c(crc, data, size); });
   return crc;
-}
-
-absl::Status CheckPayloadSize(const IncomingChunk& chunk,
-                              const std::vector<int32_t>& element_bytes) {
-  int64_t expected = 0;
-  for (int i = 0; i < chunk.header().pieces_size(); ++i) {
-    const v1::Piece& piece = chunk.header().pieces(i);
-    if (piece.absent()) continue;
-    if (piece.count() < 0 || !CheckedMulAdd(piece.count(), element_bytes[i], &expected)) {
-      return absl::InvalidArgumentError(absl::StrCat("a piece of ", piece.count(), " elements"));
-    }
-  }
-  if (expected == chunk.payload_bytes()) return absl::OkStatus();
-  return SizeMismatch("payload of a chunk", chunk.payload_bytes(), expected, "bytes");
 }
 
 }  // namespace stiefel

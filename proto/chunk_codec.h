@@ -50,12 +50,6 @@ class ReceivedChunk final : public IncomingChunk {
   int64_t payload_bytes_ = 0;
 };
 
-// A chunk that was put together by a generated stub must have payload for exactly what its pieces
-// say: INVALID_ARGUMENT with both numbers otherwise. `element_bytes[i]` is that of piece i; absent
-// pieces have no payload.
-absl::Status CheckPayloadSize(const IncomingChunk& chunk,
-                              const std::vector<int32_t>& element_bytes);
-
 }  // namespace stiefel
 
 #endif  // STIEFEL_PROTO_CHUNK_CODEC_H_

@@ -131,17 +131,5 @@ TEST(ChunkCodec, UnknownFieldsAreNamed) {
   EXPECT_THAT(parsed.status().ToString(), testing::HasSubstr("field 37"));
 }
 
-TEST(ChunkCodec, PayloadMustFitThePieces) {
-  const v1::ChunkHeader header = Header(2);
-  std::vector<grpc::Slice> payload = {grpc::Slice(std::string(79, 'x'))};
-  auto parsed = ReceivedChunk::Parse(EncodeChunk(header, payload));
-  ASSERT_TRUE(parsed.ok());
-  EXPECT_THAT(CheckPayloadSize(*parsed, {4, 4}).ToString(),
-              testing::AllOf(testing::HasSubstr("79"), testing::HasSubstr("80")));
-  payload = {grpc::Slice(std::string(60, 'x'))};
-  parsed = ReceivedChunk::Parse(EncodeChunk(header, payload));
-  EXPECT_TRUE(CheckPayloadSize(*parsed, {4, 2}).ok());
-}
-
 }  // namespace
 }  // namespace stiefel

@@ -183,7 +183,6 @@ class RunMachine {
   int64_t kept_step() const { return kept_step_; }
   bool ended() const { return ended_; }
   bool draining() const { return draining_; }
-  bool settled() const { return settled_; }
   bool weights_ready() const { return weights_ready_; }
   const absl::Status& failure() const { return failure_; }
   bool Live(int32_t rank, int64_t now) const;
