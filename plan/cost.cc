@@ -10,11 +10,17 @@ constexpr double kElementFlops = 8;
 constexpr double kStateReadAndWrite = 8;      // fp32 in and out.
 constexpr double kDirectionReadAndWrite = 8;  // fp32, between the momentum pass and the scale pass.
 
-double RulePolarFlops(const Rule& rule, int64_t rows, int64_t cols, PolarForm form) {
-  const auto steps = static_cast<int64_t>(PolarCoefficients(rule).size());
-  const auto restarts =
-      static_cast<int64_t>(GramRestarts(rule, rule.compute == ComputeType::kBf16).size());
-  return PolarFlops(rows, cols, form, steps, restarts, /*symmetric_products=*/true);
+// Share of the standard form's operations that the Gram form must not exceed to be chosen.
+constexpr double kGramShare = 0.9;
+
+// Longest run of iterations between restarts.
+int64_t LongestRun(int64_t steps, const std::vector<int64_t>& restarts) {
+  int64_t longest = 0, from = 0;
+  for (int64_t restart : restarts) {
+    longest = std::max(longest, restart - from);
+    from = restart;
+  }
+  return std::max(longest, steps - from);
 }
 
 }  // namespace
@@ -34,27 +40,46 @@ double PolarFlops(int64_t rows, int64_t cols, PolarForm form, int64_t steps, int
                             : (8 * t - 6) * square + 4 * oblong + r * (4 * oblong - 6 * square);
 }
 
-PolarForm ChosenForm(const Rule& rule, int64_t rows, int64_t cols) {
-  if (rule.form != PolarForm::kAuto) return rule.form;
-  if (rows == cols) return PolarForm::kStandard;
-  return RulePolarFlops(rule, rows, cols, PolarForm::kGram) <
-                 RulePolarFlops(rule, rows, cols, PolarForm::kStandard)
-             ? PolarForm::kGram
-             : PolarForm::kStandard;
+FormChoice ChooseForm(const Rule& rule, int64_t rows, int64_t cols, bool low_precision) {
+  const auto steps = static_cast<int64_t>(PolarCoefficients(rule).size());
+  FormChoice choice;
+  choice.restarts = GramRestarts(rule, low_precision);
+  choice.standard_flops = PolarFlops(rows, cols, PolarForm::kStandard, steps, 0, true);
+  choice.gram_flops = PolarFlops(rows, cols, PolarForm::kGram, steps,
+                                 static_cast<int64_t>(choice.restarts.size()), true);
+  if (rule.form != PolarForm::kAuto) {
+    choice.form = rule.form;
+    choice.reason = "the rule names the form";
+  } else if (std::min(rows, cols) < kMinGramShortSide) {
+    choice.reason = "the short side is too small for the Gram form to pay";
+  } else if (LongestRun(steps, choice.restarts) > kMaxGramRun) {
+    choice.reason = "too many iterations between restarts for the Gram form's accuracy";
+  } else if (choice.gram_flops >= kGramShare * choice.standard_flops) {
+    choice.reason = "the Gram form would save less than a tenth";
+  } else {
+    choice.form = PolarForm::kGram;
+    choice.reason = "the Gram form saves more than a tenth";
+  }
+  return choice;
 }
 
 Cost StepCost(const PlanMatrix& matrix, StepKind kind) {
   const double elements = static_cast<double>(matrix.rows) * static_cast<double>(matrix.cols);
-  const auto state_buffers = static_cast<double>(RuleState(matrix.rule).size());
+  double state = 0;
+  for (const StateBuffer& buffer : RuleState(matrix.rule, matrix.rows, matrix.cols)) {
+    state += static_cast<double>(buffer.rows) * static_cast<double>(buffer.cols);
+  }
   Cost cost;
   cost.flops = kElementFlops * elements;
   cost.bytes = elements * (static_cast<double>(DTypeSize(matrix.push_dtype)) +
-                           static_cast<double>(DTypeSize(matrix.pull_dtype)) +
-                           kStateReadAndWrite * state_buffers);
+                           static_cast<double>(DTypeSize(matrix.pull_dtype))) +
+               kStateReadAndWrite * state;
   const bool spectral = matrix.rule.family == RuleFamily::kSpectral;
   if (spectral && (kind == StepKind::kRefresh || matrix.rule.period == 1)) {
-    const PolarForm form = ChosenForm(matrix.rule, matrix.rows, matrix.cols);
-    cost.flops += RulePolarFlops(matrix.rule, matrix.rows, matrix.cols, form);
+    const FormChoice choice = ChooseForm(matrix.rule, matrix.rows, matrix.cols,
+                                         matrix.rule.compute == ComputeType::kBf16);
+    cost.flops +=
+        choice.form == PolarForm::kGram ? choice.gram_flops : choice.standard_flops;
     cost.bytes += elements * kDirectionReadAndWrite;
   }
   return cost;

@@ -56,15 +56,33 @@ TEST(PolarFlops, AreThoseOfTheProducts) {
   }
 }
 
-TEST(ChosenForm, TheCheaperOneAndStandardForSquares) {
+TEST(ChooseForm, TheCheaperOneAndStandardForSquares) {
   Rule rule = *PresetRule("muon");
-  EXPECT_EQ(ChosenForm(rule, 512, 512), PolarForm::kStandard);
-  EXPECT_EQ(ChosenForm(rule, 512, 4096), PolarForm::kGram);
-  EXPECT_EQ(ChosenForm(rule, 4096, 512), PolarForm::kGram);
+  const auto form = [&rule](int64_t rows, int64_t cols) {
+    return ChooseForm(rule, rows, cols, /*low_precision=*/false).form;
+  };
+  EXPECT_EQ(form(512, 512), PolarForm::kStandard);
+  EXPECT_EQ(form(512, 4096), PolarForm::kGram);
+  EXPECT_EQ(form(4096, 512), PolarForm::kGram);
+  EXPECT_EQ(form(63, 4096), PolarForm::kStandard);
+  EXPECT_EQ(form(512, 640), PolarForm::kStandard) << "saves 2 %";
+  rule.steps = 9;  // the last run would be 7 iterations
+  EXPECT_EQ(form(512, 4096), PolarForm::kStandard);
+  rule.steps = 5;
   rule.form = PolarForm::kGram;
-  EXPECT_EQ(ChosenForm(rule, 512, 512), PolarForm::kGram);
+  EXPECT_EQ(form(512, 512), PolarForm::kGram);
   rule.form = PolarForm::kStandard;
-  EXPECT_EQ(ChosenForm(rule, 512, 4096), PolarForm::kStandard);
+  EXPECT_EQ(form(512, 4096), PolarForm::kStandard);
+}
+
+TEST(ChooseForm, LowPrecisionPaysForItsSecondRestart) {
+  const Rule rule = *PresetRule("muon");
+  const FormChoice fp32 = ChooseForm(rule, 100, 140, false);
+  const FormChoice bf16 = ChooseForm(rule, 100, 140, true);
+  EXPECT_EQ(fp32.form, PolarForm::kGram);
+  EXPECT_EQ(bf16.form, PolarForm::kStandard);
+  EXPECT_EQ(bf16.gram_flops - fp32.gram_flops, 3 * (100. * 100 * 140 - 100. * 100 * 100));
+  EXPECT_EQ(bf16.restarts, (std::vector<int64_t>{2, 4}));
 }
 
 TEST(StepCost, RowWiseStepsCostOnlyThePass) {

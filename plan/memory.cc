@@ -41,18 +41,21 @@ int64_t WorkspaceBytes(const Rule& rule, int64_t rows, int64_t cols) {
 
 absl::StatusOr<MatrixBytes> BytesOfMatrix(const PlanMatrix& matrix, int64_t declared_push_elements,
                                           const MemoryOptions& options) {
-  const auto state_buffers = static_cast<int64_t>(RuleState(matrix.rule).size());
   int64_t elements = 0, bound = 0;
   MatrixBytes bytes;
-  // The parts add up to less than 28 (workspace) + 8 per state buffer + 16 bytes an element.
+  // The parts add up to less than 28 (workspace) + 8 per state buffer + 16 bytes an element, and no
+  // rule has more than five buffers.
   if (!CheckedMatrixBytes(matrix.rows, matrix.cols, 1, &elements) ||
-      !CheckedMul(elements, 44 + 8 * state_buffers, &bound) ||
+      !CheckedMul(elements, 84, &bound) ||
       !CheckedMul(declared_push_elements, DTypeSize(matrix.push_dtype), &bytes.push) ||
       !CheckedAdd(bound, kFigureBytes, &bound) || !CheckedAdd(bound, bytes.push, &bound)) {
     return BadShape(matrix.name, matrix.rows, matrix.cols);
   }
-  bytes.state = elements * kFp32Bytes * state_buffers;
-  bytes.staged = options.staging == Staging::kDouble ? bytes.state : 0;
+  for (const StateBuffer& buffer : RuleState(matrix.rule, matrix.rows, matrix.cols)) {
+    const int64_t size = buffer.rows * buffer.cols * kFp32Bytes;
+    bytes.state += size;
+    if (options.staging == Staging::kDouble || !buffer.elementwise) bytes.staged += size;
+  }
   if (options.weights_mode) bytes.weights = 2 * elements * kFp32Bytes;
   const bool sends_staged_weights = options.weights_mode && matrix.pull_dtype == DType::kFp32;
   bytes.pull = sends_staged_weights ? 0 : elements * DTypeSize(matrix.pull_dtype);

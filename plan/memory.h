@@ -37,7 +37,7 @@ struct MemoryOptions {
 // Of one matrix, in bytes.
 struct MatrixBytes {
   int64_t state = 0;    // fp32 buffers of the rule.
-  int64_t staged = 0;   // The same again with Staging::kDouble.
+  int64_t staged = 0;   // The same again; with Staging::kLazy only the small buffers.
   int64_t weights = 0;  // WEIGHTS mode: fp32 weights and the staged ones.
   int64_t push = 0;     // All blocks that trainers declared, in the wire dtype.
   int64_t pull =

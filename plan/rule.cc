@@ -4,202 +4,48 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "plan/nearest.h"
 
 namespace stiefel {
 namespace {
 
-struct Preset {
-  PresetInfo info;
-  Rule (*make)();
-};
+bool Damps(const Rule& rule) { return rule.select_fraction < 1 || rule.damping != 1; }
 
-Rule Spectral(MomentumKind momentum, double lr, double weight_decay, ScaleKind scale) {
-  Rule rule;
-  rule.family = RuleFamily::kSpectral;
-  rule.momentum = momentum;
-  rule.beta = 0.95;
-  rule.nesterov = true;
-  rule.lr = lr;
-  rule.weight_decay = weight_decay;
-  rule.scale = scale;
-  return rule;
-}
-
-Rule Elementwise(RuleFamily family, double lr, double beta1, double beta2, double eps) {
-  Rule rule;
-  rule.family = family;
-  rule.momentum = MomentumKind::kHeavyBall;
-  rule.lr = lr;
-  rule.beta1 = beta1;
-  rule.beta2 = beta2;
-  rule.eps = eps;
-  return rule;
-}
-
-// Section 6. A preset is data: another one is another row here.
-const std::vector<Preset>& PresetTable() {
-  static const auto& table = *new std::vector<Preset>{
-      {{"muon", "momentum, then an orthogonalised update every step",
-        "github.com/KellerJordan/Muon"},
-       [] { return Spectral(MomentumKind::kEma, 0.02, 0, ScaleKind::kOriginal); }},
-      {{"muon_torch", "as torch.optim.Muon", "PyTorch 2.9 torch/optim/_muon.py"},
-       [] {
-         Rule rule = Spectral(MomentumKind::kEma, 1e-3, 0.1, ScaleKind::kOriginal);
-         rule.eps_mode = EpsMode::kClamp;
-         rule.eps = 1e-7;
-         return rule;
-       }},
-      {{"muon_moonlight", "Muon scaled to AdamW's update RMS",
-        "arXiv 2502.16982; github.com/MoonshotAI/Moonlight"},
-       [] {
-         Rule rule = Spectral(MomentumKind::kHeavyBall, 1e-3, 0.1, ScaleKind::kMatchRmsAdamw);
-         rule.eps_mode = EpsMode::kAdd;
-         rule.eps = 1e-7;
-         return rule;
-       }},
-      {{"periodic_rowwise_muon", "muon every third step, row-normalised momentum in between",
-        "arXiv 2608.20818"},
-       [] {
-         Rule rule = Spectral(MomentumKind::kEma, 0.02, 0, ScaleKind::kOriginal);
-         rule.period = 3;
-         return rule;
-       }},
-      {{"adamw", "bias-corrected Adam with decoupled weight decay", "arXiv 1711.05101"},
-       [] { return Elementwise(RuleFamily::kAdamw, 1e-3, 0.9, 0.95, 1e-8); }},
-      {{"lion", "sign of an interpolated momentum", "arXiv 2302.06675"},
-       [] { return Elementwise(RuleFamily::kLion, 1e-4, 0.9, 0.99, 0); }},
-      {{"sgd", "gradient descent with heavy-ball momentum", "Polyak 1964; torch.optim.SGD"},
-       [] { return Elementwise(RuleFamily::kSgd, 0.1, 0, 0, 0); }},
-  };
-  return table;
-}
-
-// Presets of the update rules that this version does not have, so that asking for one says so.
-constexpr std::string_view kLaterPresets[] = {"muonbp", "samuon", "samuon_lite", "cmuon",
-                                              "dion2",  "dion3",  "normuon",     "turbo_muon",
-                                              "himuon", "polora"};
-
-absl::Status Contradiction(const Rule& rule) {
-  if (rule.family == RuleFamily::kSpectral) {
-    if (rule.phase_mode == PhaseMode::kNumber && rule.phase >= rule.period) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("phase=", rule.phase, " is not below period=", rule.period));
-    }
-    if (rule.row_scale == RowScale::kRms && rule.row_rms <= 0) {
-      return absl::InvalidArgumentError("row_scale=rms needs row_rms > 0");
-    }
-    if (rule.row_scale != RowScale::kRms && rule.row_rms != 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("row_rms=", rule.row_rms, " has no effect unless row_scale=rms"));
-    }
-    if (rule.eps_mode == EpsMode::kNone && rule.eps != 0) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "eps=", rule.eps,
-          " has no effect while eps_mode=none; set eps_mode to add or clamp, or eps=0"));
-    }
-    if (rule.coefficients == CoefficientTable::kList && rule.coefficient_list.empty()) {
-      return absl::InvalidArgumentError("coefficients is a list without entries");
-    }
-    const bool list = rule.coefficients == CoefficientTable::kList;
-    const int64_t entries =
-        list ? static_cast<int64_t>(rule.coefficient_list.size())
-             : static_cast<int64_t>(CoefficientTableOf(rule.coefficients).triples.size());
-    const bool repeats = !list && CoefficientTableOf(rule.coefficients).last_repeats;
-    if (rule.steps.has_value() && *rule.steps > entries && !repeats) {
-      return absl::InvalidArgumentError(absl::StrCat("steps=", *rule.steps,
-                                                     ", but the coefficient table has ", entries,
-                                                     " entries and does not repeat"));
-    }
-    const int64_t steps = static_cast<int64_t>(PolarCoefficients(rule).size());
-    for (int64_t restart : rule.restarts.value_or(std::vector<int64_t>{})) {
-      if (restart >= steps) {
-        return absl::InvalidArgumentError(absl::StrCat("restart before iteration ", restart,
-                                                       ", but the last iteration is ", steps - 1));
-      }
-    }
+// The state of a spectral rule beside its momentum.
+void AddSpectralState(const Rule& rule, int64_t rows, int64_t cols,
+                      std::vector<StateBuffer>* state) {
+  if (Damps(rule)) {
+    const bool columns = SelectsColumns(rule, rows, cols);
+    state->push_back({"selected", columns ? 1 : rows, columns ? cols : 1, false});
   }
-  return absl::OkStatus();
+  if (rule.row_variance_beta2.has_value()) state->push_back({"row_variance", rows, 1, false});
+  if (rule.gain != 1) {
+    int64_t entries = 0;
+    for (int64_t split : SplitRows(rule, rows)) {
+      const int64_t d = std::min(split, cols);
+      entries += ShapedDirections(rule, d) * d;
+    }
+    state->push_back({"leading_directions", 1, entries, false});
+  }
 }
 
 }  // namespace
-
-const std::vector<PresetInfo>& Presets() {
-  static const auto& infos = *[] {
-    auto* infos = new std::vector<PresetInfo>();
-    for (const Preset& preset : PresetTable()) infos->push_back(preset.info);
-    return infos;
-  }();
-  return infos;
-}
-
-absl::StatusOr<Rule> PresetRule(std::string_view name) {
-  std::vector<std::string_view> names;
-  for (const Preset& preset : PresetTable()) {
-    if (preset.info.name == name) {
-      Rule rule = preset.make();
-      rule.preset = std::string(name);
-      return rule;
-    }
-    names.push_back(preset.info.name);
-  }
-  const std::string known =
-      absl::StrJoin(names, ", ", [](std::string* out, std::string_view n) { out->append(n); });
-  if (std::find(std::begin(kLaterPresets), std::end(kLaterPresets), name) !=
-      std::end(kLaterPresets)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("preset \"", std::string(name), "\" is not in this version; it has ", known));
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat("unknown preset \"", PrintableName(name), "\"; did you mean \"",
-                   std::string(NearestName(name, names)), "\"? Known: ", known));
-}
-
-absl::Status ValidateRule(const Rule& rule, int64_t rows, int64_t cols, int dimensions) {
-  int64_t elements = 0;
-  if (rows <= 0 || cols <= 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a matrix of ", rows, " x ", cols, " has no elements"));
-  }
-  if (__builtin_mul_overflow(rows, cols, &elements) || elements > (int64_t{1} << 58)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the size of a matrix of ", rows, " x ", cols, " overflows"));
-  }
-  // Each option through its own check, since a Rule can also be filled by hand.
-  absl::StatusOr<Rule> again = PresetRule(rule.preset);
-  if (!again.ok()) return again.status();
-  if (again->family != rule.family) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the family of rule ", rule.preset, " was changed"));
-  }
-  for (const auto& [key, value] : Options(rule)) {
-    if (absl::Status status = SetOption(*again, key, value); !status.ok()) return status;
-  }
-  if (absl::Status status = Contradiction(rule); !status.ok()) return status;
-  if (rule.family == RuleFamily::kSpectral && dimensions < 2) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "preset ", rule.preset, " orthogonalises matrices, but this parameter has ", dimensions,
-        " dimension; use adamw, lion or sgd for it (or register it as a matrix)"));
-  }
-  return absl::OkStatus();
-}
 
 StepKind KindAtStep(const Rule& rule, int64_t phase, int64_t step) {
   return (step - 1) % rule.period == phase ? StepKind::kRefresh : StepKind::kOffRefresh;
 }
 
-std::vector<std::string> RuleState(const Rule& rule) {
-  switch (rule.family) {
-    case RuleFamily::kSpectral:
-    case RuleFamily::kLion:
-      return {"momentum"};
-    case RuleFamily::kAdamw:
-      return {"momentum", "variance"};
-    case RuleFamily::kSgd:
-      return rule.beta == 0 ? std::vector<std::string>{} : std::vector<std::string>{"momentum"};
+std::vector<StateBuffer> RuleState(const Rule& rule, int64_t rows, int64_t cols) {
+  std::vector<StateBuffer> state;
+  if (rule.family != RuleFamily::kSgd || rule.beta > 0) {
+    state.push_back({"momentum", rows, cols, true});
   }
-  return {};
+  if (rule.family == RuleFamily::kAdamw) state.push_back({"variance", rows, cols, true});
+  if (rule.family == RuleFamily::kSpectral) AddSpectralState(rule, rows, cols, &state);
+  if (rule.family == RuleFamily::kPolora) {
+    const bool a = FactorOf(rule, rows, cols).value_or(PoloraFactor::kA) == PoloraFactor::kA;
+    state.push_back({"factor_variance", a ? 1 : rows, a ? cols : 1, false});
+  }
+  return state;
 }
 
 double ScaleFactor(const Rule& rule, int64_t rows, int64_t cols) {
@@ -221,6 +67,75 @@ double ScaleFactor(const Rule& rule, int64_t rows, int64_t cols) {
   }
   return 1;
 }
+
+std::vector<int64_t> SplitRows(const Rule& rule, int64_t rows) {
+  if (!rule.splits.empty()) return rule.splits;
+  return std::vector<int64_t>(rule.num_heads, rows / rule.num_heads);
+}
+
+Rule RuleOfSplit(const Rule& rule, int64_t rows, int64_t cols) {
+  Rule alone = rule;
+  alone.splits.clear();
+  alone.num_heads = 1;
+  if (rule.family == RuleFamily::kSpectral && rule.scale_of == ScaleOf::kFull) {
+    alone.scale = ScaleKind::kNumber;
+    alone.scale_number = ScaleFactor(rule, rows, cols);
+    alone.scale_of = ScaleOf::kSplit;
+  }
+  return alone;
+}
+
+int64_t TileAtStep(const Rule& rule, int64_t rows, int64_t cols, int64_t step, StepKind kind) {
+  const bool tiled_kind = rule.off_refresh == OffRefresh::kTiled ? StepKind::kOffRefresh == kind
+                                                                 : StepKind::kRefresh == kind;
+  int64_t tile = 0;
+  if (!tiled_kind) return tile;
+  for (const TileFrom& from : rule.tiles) {
+    if (from.step <= step) tile = from.tile;
+  }
+  return rows * cols <= tile * tile ? 0 : tile;
+}
+
+double StepScale(const Rule& rule, int64_t rows, int64_t cols, int64_t step, StepKind kind) {
+  const int64_t tile =
+      rule.scale_of == ScaleOf::kTile ? TileAtStep(rule, rows, cols, step, kind) : 0;
+  const double scale = tile > 0 ? ScaleFactor(rule, tile, tile) : ScaleFactor(rule, rows, cols);
+  return kind == StepKind::kOffRefresh ? scale * rule.off_refresh_lr_ratio : scale;
+}
+
+int64_t SelectedVectors(const Rule& rule, int64_t vectors) {
+  const auto wanted =
+      static_cast<int64_t>(std::ceil(rule.select_fraction * static_cast<double>(vectors)));
+  return std::clamp<int64_t>(wanted, 1, vectors);
+}
+
+bool SelectsColumns(const Rule& rule, int64_t rows, int64_t cols) {
+  return rule.select_axis == SelectAxis::kShort && cols < rows;
+}
+
+int64_t ShapedDirections(const Rule& rule, int64_t d) {
+  const auto published =
+      static_cast<int64_t>(std::floor(32 * std::sqrt(static_cast<double>(d) / 512)));
+  return std::clamp<int64_t>(rule.shaped_directions.value_or(published), 1, d);
+}
+
+double ShapingWeight(const Rule& rule, int64_t step) {
+  if (rule.warmup == 0 || step >= rule.warmup) return 1;
+  const double done = static_cast<double>(step) / static_cast<double>(rule.warmup);
+  return (1 - std::cos(std::acos(-1.0) * done)) / 2;
+}
+
+absl::StatusOr<PoloraFactor> FactorOf(const Rule& rule, int64_t rows, int64_t cols) {
+  if (rule.factor.has_value()) return *rule.factor;
+  if (rows == cols) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "a square factor of ", rows, " x ", cols,
+        " can be either side of the product: set factor to a (r x d_in) or b (d_out x r)"));
+  }
+  return rows < cols ? PoloraFactor::kA : PoloraFactor::kB;
+}
+
+bool NeedsWeights(const Rule& rule) { return rule.family == RuleFamily::kPolora; }
 
 std::vector<Coefficients> PolarCoefficients(const Rule& rule) {
   if (rule.coefficients == CoefficientTable::kList) {

@@ -27,21 +27,41 @@ namespace stiefel {
 // Rules without a period (K = 1, and all element-wise rules) only ever refresh.
 enum class StepKind { kRefresh, kOffRefresh };
 
-// Which pipeline the rule runs through. Spectral: momentum, orthogonalise, scale. Others:
-// element-wise.
-enum class RuleFamily { kSpectral, kAdamw, kLion, kSgd };
+// Which pipeline the rule runs through. Spectral: momentum, select, orthogonalise, shape,
+// normalise, scale. Polora: a coupled pair of low-rank factors. Others: element-wise.
+enum class RuleFamily { kSpectral, kAdamw, kLion, kSgd, kPolora };
 
-// M <- b M + (1-b) G | b M + G | EMA whose look-ahead divides by 1 - b^t (optax).
-enum class MomentumKind { kEma, kHeavyBall, kEmaBiasCorrected };
+// M <- b M + (1-b) G | b M + G | M + G | EMA whose look-ahead divides by 1 - b^t (optax).
+enum class MomentumKind { kEma, kHeavyBall, kAccumulate, kEmaBiasCorrected };
 enum class PhaseMode { kStaggered, kSynchronised, kNumber };
 enum class RowScale { kMatchPolarFro, kUnit, kRms };
 // Which vectors a row-wise step normalises: the rows, the columns, or those of which there are more
 // (kLong) or fewer (kShort); the rows where there are as many.
 enum class RowAxis { kRows, kCols, kLong, kShort };
+// What a periodic rule does between refreshes: normalise rows, or orthogonalise tile by tile
+// (MuonBP).
+enum class OffRefresh { kRowWise, kTiled };
+// The preconditioner of the iteration: one factor, or one per row of the short side (AOL,
+// Turbo-Muon).
+enum class Normalise { kFrobenius, kAol };
+enum class SelectAxis { kRows, kShort };
+// How a leading direction is taken out before it is put back with its own length (SAMuon): by what
+// O really has there, or by 1 as the paper does.
+enum class Deflation { kConsistent, kPaper };
+// Whose shape the scale is computed from.
+enum class ScaleOf { kFull, kSplit, kTile };
+// Which factor of the product B A a matrix is: a is r x d_in, b is d_out x r.
+enum class PoloraFactor { kA, kB };
 enum class EpsMode { kNone, kAdd, kClamp };
 enum class PolarForm { kAuto, kStandard, kGram };
-enum class ComputeType { kAuto, kFp32, kBf16 };
+enum class ComputeType { kAuto, kFp32, kBf16, kFp16, kTf32 };
 enum class ScaleKind { kNone, kOriginal, kMatchRmsAdamw, kSpectral, kSpectralMax, kNumber };
+
+// Tile size from a step on.
+struct TileFrom {
+  int64_t step = 1;
+  int64_t tile = 0;  // 0: whole matrices
+};
 
 // Options that a family does not use keep the values below and are ignored by it; SetOption refuses
 // them.
@@ -59,6 +79,7 @@ struct Rule {
 
   // Periodic rules: refresh at steps t with (t-1) mod period == phase.
   int64_t period = 1;
+  OffRefresh off_refresh = OffRefresh::kRowWise;
   PhaseMode phase_mode = PhaseMode::kStaggered;
   int64_t phase = 0;  // of kNumber
   RowScale row_scale = RowScale::kMatchPolarFro;
@@ -73,6 +94,7 @@ struct Rule {
   std::vector<Coefficients> coefficient_list;  // of kList
   std::optional<int64_t> steps;
   std::optional<double> safety;
+  Normalise normalise = Normalise::kFrobenius;
   EpsMode eps_mode = EpsMode::kNone;
   double eps = 0;  // also adamw's
   PolarForm form = PolarForm::kAuto;
@@ -81,10 +103,39 @@ struct Rule {
 
   ScaleKind scale = ScaleKind::kNone;
   double scale_number = 1;  // of ScaleKind::kNumber
+  ScaleOf scale_of = ScaleOf::kSplit;
 
-  // adamw, lion.
+  // What is orthogonalised on its own: row ranges (their sizes, in order, adding up to the rows;
+  // empty: one), or num_heads equal ones; within them tiles, by step ascending (empty: whole).
+  std::vector<int64_t> splits;
+  int64_t num_heads = 1;
+  std::vector<TileFrom> tiles;
+
+  // Row selection: the ceil(select_fraction rows) rows of largest l1 norm; the momentum of these is
+  // multiplied by damping after extraction.
+  double select_fraction = 1;
+  double damping = 1;
+  SelectAxis select_axis = SelectAxis::kRows;
+
+  // Spectral shaping; gain 1 is off.
+  double gain = 1;
+  std::optional<int64_t> shaped_directions;  // k; unset: floor(32 sqrt(d / 512)), d the short side
+  int64_t warmup = 0;                        // steps
+  Deflation deflation = Deflation::kConsistent;
+
+  // Row variance; unset is off.
+  std::optional<double> row_variance_beta2;
+  double row_variance_eps = 1e-8;
+
+  // adamw, lion, polora.
   double beta1 = 0;
   double beta2 = 0;
+
+  // polora.
+  std::string pair;                    // name of the parameter that is the other factor
+  std::optional<PoloraFactor> factor;  // unset: a where rows < cols, b where rows > cols
+  double product_scale = 1;
+  double delta = 0;
 };
 
 // One row of the preset table, for listings and documentation.
@@ -125,12 +176,74 @@ absl::Status ValidateRule(const Rule& rule, int64_t rows, int64_t cols, int dime
 // REQUIRES: a valid rule, 0 <= phase < rule.period, step >= 1.
 StepKind KindAtStep(const Rule& rule, int64_t phase, int64_t step);
 
-// Names of the fp32 buffers (rows x cols each) that the rule keeps per matrix, in order.
-std::vector<std::string> RuleState(const Rule& rule);
+// A buffer of the rule's state: fp32, all zero before the first step. Element-wise ones have the
+// shape of the matrix and are functions of the gradients alone, so that they can be taken in after
+// the decision; the others are small, and their new value is always staged.
+struct StateBuffer {
+  std::string name;
+  int64_t rows = 0, cols = 0;
+  bool elementwise = false;
+};
 
-// The factor s that multiplies the orthogonalised update of a rows x cols matrix (section 5); 1 for
-// element-wise families.
+// The buffers of a rows x cols matrix, in order, element-wise ones first:
+//
+//   momentum            rows x cols: all but sgd with beta = 0
+//   variance            rows x cols: adamw
+//   selected            rows x 1, or 1 x cols where columns are selected: 1 where the last step
+//                       selected, else 0 (select_fraction < 1 or damping != 1)
+//   row_variance        rows x 1
+//   leading_directions  1 x the sum over splits of k min(rows, cols) of the split: unit vectors
+//                       along the short side, one after the other (gain != 1)
+//   factor_variance     polora: q, 1 x cols, of factor a; p, rows x 1, of factor b. An entry of 0
+//                       stands for 1e-12.
+//
+// REQUIRES: a rule that is valid for the shape.
+std::vector<StateBuffer> RuleState(const Rule& rule, int64_t rows, int64_t cols);
+
+// The factor s of section 5 for an update of this shape; 1 for other families than kSpectral.
 double ScaleFactor(const Rule& rule, int64_t rows, int64_t cols);
+
+// Rows of each split, in order; {rows} without splits. REQUIRES: a rule that is valid for these
+// rows.
+std::vector<int64_t> SplitRows(const Rule& rule, int64_t rows);
+
+// The rule that acts on each split alone: without splits, and with the scale of the whole rows x
+// cols matrix as a number where scale_of says full. A fused matrix is exactly its splits under this
+// rule, one below the other.
+Rule RuleOfSplit(const Rule& rule, int64_t rows, int64_t cols);
+
+// Tile size in force for the orthogonaliser of a split of rows x cols at this step and kind; 0:
+// whole (no tiles, rows * cols <= tile * tile, a refresh of off_refresh=tiled, or a row-wise step).
+int64_t TileAtStep(const Rule& rule, int64_t rows, int64_t cols, int64_t step, StepKind kind);
+
+// s of a step on a split of rows x cols: from the tile's shape with scale_of=tile where tiles are
+// in force, else from rows x cols; times off_refresh_lr_ratio where the kind is kOffRefresh.
+double StepScale(const Rule& rule, int64_t rows, int64_t cols, int64_t step, StepKind kind);
+
+// max(1, ceil(select_fraction rows)) of `vectors` rows (or columns).
+int64_t SelectedVectors(const Rule& rule, int64_t vectors);
+
+// Whether columns are what is selected: select_axis=short and cols < rows.
+bool SelectsColumns(const Rule& rule, int64_t rows, int64_t cols);
+
+// k of section 4 for a split whose short side is d: at least 1, at most d.
+int64_t ShapedDirections(const Rule& rule, int64_t d);
+
+// w_t of section 4.
+double ShapingWeight(const Rule& rule, int64_t step);
+
+// Which factor a polora matrix is. INVALID_ARGUMENT where neither the rule nor the shape says it.
+absl::StatusOr<PoloraFactor> FactorOf(const Rule& rule, int64_t rows, int64_t cols);
+
+// Whether two polora parameters are the factors of one product: each names the other, one is a (r x
+// d_in) and one b (d_out x r), and their options are equal. INVALID_ARGUMENT with the names and
+// numbers.
+absl::Status ValidatePair(const std::string& name, const Rule& rule, int64_t rows, int64_t cols,
+                          const std::string& other_name, const Rule& other, int64_t other_rows,
+                          int64_t other_cols);
+
+// Whether the rule reads weights, so that servers must hold them (update mode WEIGHTS).
+bool NeedsWeights(const Rule& rule);
 
 // The Newton-Schulz iterations that a spectral rule runs, divided by its safety factor. REQUIRES: a
 // valid rule.
