@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/cpu/aol.h"
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/passes.h"
 #include "kernels/cpu/segment_kernels.h"
@@ -42,6 +43,7 @@ class CpuStream final : public Stream {
   void Run(const RowWisePass& pass) override { CpuRun(pool_, pass); }
   void Run(const NormalisePass& pass) override { CpuRun(pool_, pass); }
   void Run(const DeliverPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const AolPass& pass) override { CpuRun(pool_, pass); }
   void Residual(const MatrixView& x, StepStats* stats) override {
     Note(CpuResidual(pool_, x, &stats->residual));
   }

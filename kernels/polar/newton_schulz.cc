@@ -4,37 +4,38 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "common/status.h"
 
 namespace stiefel {
 namespace {
 
-// Below this short side bf16 has no accuracy to offer and the Gram form no time to save.
-constexpr int64_t kMinShortSide = 64;
+// Below this short side bf16 has no accuracy to offer.
+constexpr int64_t kMinBf16ShortSide = 64;
 constexpr int kStandardSquares = 2, kGramSquares = 5;
 
-int64_t SquareBytes(const PolarPlan& plan) {
-  return (plan.m * plan.m * DTypeSize(plan.compute) + 63) / 64 * 64;
+// Units up to this size keep one thread busy with little to share: many of them are shared out
+// whole, and so are larger ones, up to what a second-level cache holds, where there are many.
+constexpr int64_t kInlineElements = 256 * 256;
+constexpr int64_t kInlineElementsOfMany = 512 * 512;
+constexpr int64_t kMany = 16;
+
+bool RunsInline(const PolarPlan& plan, int64_t batch) {
+  const int64_t elements = plan.m * plan.n;
+  return batch > 1 &&
+         (elements <= kInlineElements || (batch >= kMany && elements <= kInlineElementsOfMany));
 }
 
-// Flops in units of m^3, symmetric products counted half (docs/RULES.md section 2).
-double StandardCost(double aspect, double steps) { return steps * (3 * aspect + 1); }
-double GramCost(double aspect, double steps, double restarts) {
-  return 4 * steps + 3 * aspect - 3 + 3 * (aspect - 1) * restarts;
+int64_t SquareBytes(const PolarPlan& plan, int64_t batch) {
+  return (batch * plan.m * plan.m * DTypeSize(plan.compute) + 63) / 64 * 64;
 }
 
-// Iterations in a row, without a restart, that the Gram form does without losing digits that the
-// standard form keeps: measured, 10 of them cost singular values of 1e-3 a relative 2e-4.
-constexpr int64_t kMaxGramRun = 3;
-
-// The Gram form's many small products run less evenly than their flops say: it must win by a tenth.
-bool GramPays(const PolarPlan& plan, const std::vector<int64_t>& restarts) {
-  const double aspect = static_cast<double>(plan.n) / static_cast<double>(plan.m);
-  const double steps = static_cast<double>(plan.coefficients.size());
-  const int64_t last_run =
-      static_cast<int64_t>(plan.coefficients.size()) - (restarts.empty() ? 0 : restarts.back());
-  return plan.m >= kMinShortSide && last_run <= kMaxGramRun &&
-         GramCost(aspect, steps, static_cast<double>(restarts.size())) <
-             0.9 * StandardCost(aspect, steps);
+MatrixView UnitOf(const MatrixView& all, int64_t i) {
+  MatrixView unit = all;
+  unit.data = static_cast<char*>(all.data) + i * all.rows * all.cols * DTypeSize(all.dtype);
+  unit.batch = 1;
+  return unit;
 }
 
 GemmArgs Product(const MatrixView& a, const MatrixView& b, const MatrixView& c, bool symmetric) {
@@ -63,12 +64,25 @@ GemmArgs GramOf(const MatrixView& x, const MatrixView& c) {
   return args;
 }
 
+// The first X X^T, and X with it preconditioned where the plan says so.
+void EnqueueFirstGram(Stream* stream, const PolarPlan& plan, const MatrixView& x,
+                      const MatrixView& gram) {
+  stream->Gemm(GramOf(x, gram));
+  if (plan.normalise == Normalise::kAol) stream->Run(AolPass{gram, x});
+}
+
 // A = X X^T;  B = b A + c A^2;  X <- a X + B X
 MatrixView Standard(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixView spare,
-                    MatrixView* squares) {
+                    const MatrixView* squares) {
   const MatrixView &gram = squares[0], &poly = squares[1];
+  bool first = true;
   for (const Coefficients& k : plan.coefficients) {
-    stream->Gemm(GramOf(x, gram));
+    if (first) {
+      EnqueueFirstGram(stream, plan, x, gram);
+    } else {
+      stream->Gemm(GramOf(x, gram));
+    }
+    first = false;
     stream->Gemm(Product(gram, gram, k.c, k.b, gram, poly, true));
     stream->Gemm(Product(poly, x, 1, k.a, x, spare, false));
     std::swap(x, spare);
@@ -79,13 +93,14 @@ MatrixView Standard(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixV
 // R = X X^T, Q = I; at a restart X <- Q X and again. Z = b R + c R^2;  Q <- Q Z + a Q;  R <- (Z +
 // a) R (Z + a). All of R, Z and Q are polynomials of the same R, so every product is symmetric.
 MatrixView Gram(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixView spare,
-                MatrixView* squares) {
+                const MatrixView* squares) {
   MatrixView r = squares[0], z = squares[1], rz = squares[2], q = squares[3], next_q = squares[4];
+  const std::vector<int64_t>& restarts = plan.choice.restarts;
   bool q_is_identity = true;
   const auto restarts_at = [&](int64_t t) {
-    return std::find(plan.restarts.begin(), plan.restarts.end(), t) != plan.restarts.end();
+    return std::find(restarts.begin(), restarts.end(), t) != restarts.end();
   };
-  stream->Gemm(GramOf(x, r));
+  EnqueueFirstGram(stream, plan, x, r);
   const int64_t steps = static_cast<int64_t>(plan.coefficients.size());
   for (int64_t t = 0; t < steps; ++t) {
     if (t > 0 && restarts_at(t)) {
@@ -112,48 +127,109 @@ MatrixView Gram(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixView 
   return spare;
 }
 
+MatrixView EnqueueProducts(Stream* stream, const PolarPlan& plan, const MatrixView& x,
+                           const MatrixView& spare, const MatrixView* squares) {
+  return plan.gram() ? Gram(stream, plan, x, spare, squares)
+                     : Standard(stream, plan, x, spare, squares);
+}
+
+PolarPass FusedPass(const PolarPlan& plan, const MatrixView& x, const MatrixView& out,
+                    void* workspace) {
+  PolarPass pass;
+  pass.x = x;
+  pass.out = out;
+  pass.coefficients = plan.coefficients;
+  pass.gram = plan.gram();
+  if (plan.gram()) pass.restarts = plan.choice.restarts;
+  pass.aol = plan.normalise == Normalise::kAol;
+  pass.workspace = workspace;
+  return pass;
+}
+
+absl::StatusOr<DType> ComputeOf(const Rule& rule, int64_t short_side, const DeviceInfo& device) {
+  const auto lacks = [&device](const char* type) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "compute=", type, ": this ", device.kind, " (", device.instruction_set, ") has no ", type,
+        " products; it has fp32", device.has_bf16 ? " and bf16" : ""));
+  };
+  switch (rule.compute) {
+    case ComputeType::kAuto:
+      return device.fast_bf16 && short_side >= kMinBf16ShortSide ? DType::kBf16 : DType::kFp32;
+    case ComputeType::kBf16:
+      if (!device.has_bf16) return lacks("bf16");
+      return DType::kBf16;
+    case ComputeType::kFp16:
+      return lacks("fp16");
+    case ComputeType::kTf32:
+      return lacks("tf32");
+    case ComputeType::kFp32:
+      break;
+  }
+  return DType::kFp32;
+}
+
 }  // namespace
 
 absl::StatusOr<PolarPlan> MakePolarPlan(const Rule& rule, int64_t rows, int64_t cols,
                                         const DeviceInfo& device) {
   PolarPlan plan;
   plan.coefficients = PolarCoefficients(rule);
+  plan.normalise = rule.normalise;
   plan.m = std::min(rows, cols);
   plan.n = std::max(rows, cols);
-  if (rule.compute == ComputeType::kBf16 && !device.has_bf16) {
-    return absl::InvalidArgumentError(absl::StrCat("compute=bf16: this ", device.kind, " (",
-                                                   device.instruction_set,
-                                                   ") has no bf16 products"));
-  }
-  const bool bf16 =
-      rule.compute == ComputeType::kBf16 ||
-      (rule.compute == ComputeType::kAuto && device.fast_bf16 && plan.m >= kMinShortSide);
-  plan.compute = bf16 ? DType::kBf16 : DType::kFp32;
-  const std::vector<int64_t> restarts = GramRestarts(rule, bf16);
-  plan.gram =
-      rule.form == PolarForm::kGram || (rule.form == PolarForm::kAuto && GramPays(plan, restarts));
-  if (plan.gram) plan.restarts = restarts;
+  STIEFEL_ASSIGN_OR_RETURN(plan.compute, ComputeOf(rule, plan.m, device));
+  plan.choice = ChooseForm(rule, rows, cols, /*low_precision=*/plan.compute == DType::kBf16);
+  if (plan.compute == DType::kBf16) plan.fused_bytes = device.fused_polar_bytes;
   return plan;
 }
 
-int64_t PolarWorkspaceBytes(const PolarPlan& plan) {
-  return (plan.gram ? kGramSquares : kStandardSquares) * SquareBytes(plan);
+int64_t PolarWorkspaceBytes(const PolarPlan& plan, int64_t batch) {
+  if (plan.fused_bytes != nullptr) {
+    const MatrixView x{nullptr, plan.compute, plan.m, plan.n, batch};
+    return plan.fused_bytes(FusedPass(plan, x, x, nullptr));
+  }
+  return (plan.gram() ? kGramSquares : kStandardSquares) * SquareBytes(plan, batch);
 }
 
 MatrixView EnqueuePolar(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixView spare,
                         void* workspace) {
-  MatrixView squares[kGramSquares];
-  for (int i = 0; i < (plan.gram ? kGramSquares : kStandardSquares); ++i) {
-    squares[i] = {static_cast<char*>(workspace) + i * SquareBytes(plan), plan.compute, plan.m,
-                  plan.m, 1};
+  if (plan.fused_bytes != nullptr) {
+    stream->Run(FusedPass(plan, x, spare, workspace));
+    return spare;
   }
-  return plan.gram ? Gram(stream, plan, x, spare, squares)
-                   : Standard(stream, plan, x, spare, squares);
+  MatrixView squares[kGramSquares];
+  for (int i = 0; i < (plan.gram() ? kGramSquares : kStandardSquares); ++i) {
+    squares[i] = {static_cast<char*>(workspace) + i * SquareBytes(plan, x.batch), plan.compute,
+                  plan.m, plan.m, x.batch};
+  }
+  if (!RunsInline(plan, x.batch)) return EnqueueProducts(stream, plan, x, spare, squares);
+  bool in_spare = false;  // the same for all units
+  stream->ForEach(x.batch, [&](int64_t i, Stream* sub) {
+    MatrixView unit[kGramSquares];
+    for (int k = 0; k < kGramSquares; ++k) {
+      if (squares[k].data != nullptr) unit[k] = UnitOf(squares[k], i);
+    }
+    const MatrixView result = EnqueueProducts(sub, plan, UnitOf(x, i), UnitOf(spare, i), unit);
+    if (i == 0) in_spare = result.data == spare.data;
+  });
+  return in_spare ? spare : x;
 }
 
 std::string DescribePolar(const PolarPlan& plan) {
-  return absl::StrCat("newton-schulz ", plan.gram ? "gram " : "standard ",
+  return absl::StrCat("newton-schulz ", plan.gram() ? "gram " : "standard ",
                       std::string(DTypeName(plan.compute)));
+}
+
+std::string ExplainPolar(const PolarPlan& plan) {
+  const std::string restarts =
+      plan.gram() && !plan.choice.restarts.empty()
+          ? absl::StrCat(" restarts ", absl::StrJoin(plan.choice.restarts, ","))
+          : "";
+  return absl::StrFormat(
+      "%d x %d: %s%s%s, %d iterations; Gflop standard %.4g, gram %.4g; %s", plan.m, plan.n,
+      DescribePolar(plan), restarts, plan.fused_bytes == nullptr ? "" : ", fused kernels",
+      static_cast<int64_t>(plan.coefficients.size()), plan.choice.standard_flops * 1e-9,
+      plan.choice.gram_flops * 1e-9, plan.choice.reason);
 }
 
 }  // namespace stiefel

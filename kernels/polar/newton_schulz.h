@@ -1,6 +1,6 @@
-// The polar map: Newton-Schulz iterations on X (m x n, m <= n, |X|_F <= 1), in the standard or the
-// Gram form (docs/RULES.md section 2). Each iteration maps every singular value x of X to a x + b
-// x^3 + c x^5.
+// The polar map: Newton-Schulz iterations on X (m x n, m <= n), in the standard or the Gram form
+// (docs/RULES.md section 2). Each iteration maps every singular value x of X to a x + b x^3 + c
+// x^5.
 #ifndef STIEFEL_KERNELS_POLAR_NEWTON_SCHULZ_H_
 #define STIEFEL_KERNELS_POLAR_NEWTON_SCHULZ_H_
 
@@ -9,33 +9,47 @@
 #include <vector>
 
 #include "kernels/backend.h"
+#include "plan/cost.h"
 #include "plan/rule.h"
 
 namespace stiefel {
 
 struct PolarPlan {
   std::vector<Coefficients> coefficients;
-  bool gram = false;
-  std::vector<int64_t> restarts;  // Gram form only, ascending
-  DType compute = DType::kFp32;   // of X and of all products' operands; sums are fp32
-  int64_t m = 0, n = 0;           // of X
+  FormChoice choice;  // restarts are those of the Gram form
+  // AOL: X is U times any factor, and the first Gram matrix preconditions it. Frobenius: |X|_F
+  // <= 1.
+  Normalise normalise = Normalise::kFrobenius;
+  DType compute = DType::kFp32;  // of X and of all products' operands; sums are fp32
+  int64_t m = 0, n = 0;          // of X
+  // Of the device's own kernels for the whole map (PolarPass); null where it runs as products.
+  int64_t (*fused_bytes)(const PolarPass& pass) = nullptr;
+
+  bool gram() const { return choice.form == PolarForm::kGram; }
 };
 
-// What a spectral rule runs on a rows x cols matrix. INVALID_ARGUMENT where the backend cannot do
-// the rule's compute type.
+// What a spectral rule runs on a rows x cols unit (matrix, split or tile). INVALID_ARGUMENT where
+// the device cannot do the rule's compute type.
 absl::StatusOr<PolarPlan> MakePolarPlan(const Rule& rule, int64_t rows, int64_t cols,
                                         const DeviceInfo& device);
 
-// Bytes of workspace beside the two buffers for X.
-int64_t PolarWorkspaceBytes(const PolarPlan& plan);
+// Bytes of workspace beside the two buffers for X, for a batch of units. In elements of the compute
+// type: 2 m m a unit in the standard form, 5 m m in the Gram form; where the device has its own
+// kernels what these ask for.
+int64_t PolarWorkspaceBytes(const PolarPlan& plan, int64_t batch = 1);
 
-// Enqueues the iterations. `x` holds X; `spare` has its shape and dtype. Returns whichever of the
-// two holds the result. REQUIRES: `workspace` has PolarWorkspaceBytes(plan), aligned to 64 bytes.
+// Enqueues the iterations on every unit of x.batch; a unit gets the bits that it would get alone.
+// `x` holds X and is overwritten; `spare` has its shape, batch and dtype. Returns whichever of the
+// two holds the result. REQUIRES: `workspace` has PolarWorkspaceBytes(plan, x.batch), aligned to 64
+// bytes.
 MatrixView EnqueuePolar(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixView spare,
                         void* workspace);
 
 // "newton-schulz gram fp32"
 std::string DescribePolar(const PolarPlan& plan);
+
+// The same with the shape, the operations of both forms and the reason for the choice, one line.
+std::string ExplainPolar(const PolarPlan& plan);
 
 }  // namespace stiefel
 
