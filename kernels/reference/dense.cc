@@ -2,16 +2,71 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
+#include <numeric>
 #include <random>
 
 namespace stiefel {
+namespace {
+
+double Dot(const double* a, const double* b, int64_t n) {
+  double sums[4] = {0, 0, 0, 0};  // independent, so that additions overlap
+  int64_t j = 0;
+  for (; j + 4 <= n; j += 4) {
+    for (int64_t l = 0; l < 4; ++l) sums[l] += a[j + l] * b[j + l];
+  }
+  for (; j < n; ++j) sums[0] += a[j] * b[j];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// (x, y) <- (c x - s y, s x + c y)
+void Rotate(double c, double s, int64_t n, double* x, double* y) {
+  for (int64_t j = 0; j < n; ++j) {
+    const double old = x[j];
+    x[j] = c * old - s * y[j];
+    y[j] = s * old + c * y[j];
+  }
+}
+
+double* Row(Dense* a, int64_t i) { return a->values.data() + i * a->cols; }
+
+// Rotates pairs of rows of w until all are orthogonal, and the rows of q (may be null) alike.
+void OrthogonaliseRows(Dense* w, Dense* q) {
+  for (int sweep = 0; sweep < 60; ++sweep) {
+    bool rotated = false;
+    for (int64_t i = 0; i < w->rows; ++i) {
+      for (int64_t k = i + 1; k < w->rows; ++k) {
+        double *x = Row(w, i), *y = Row(w, k);
+        const double xx = Dot(x, x, w->cols), yy = Dot(y, y, w->cols), xy = Dot(x, y, w->cols);
+        if (std::fabs(xy) <= 1e-14 * std::sqrt(xx) * std::sqrt(yy)) continue;
+        rotated = true;
+        const double tau = (yy - xx) / (2 * xy);
+        const double t = (tau >= 0 ? 1 : -1) / (std::fabs(tau) + std::sqrt(1 + tau * tau));
+        const double c = 1 / std::sqrt(1 + t * t), s = c * t;
+        Rotate(c, s, w->cols, x, y);
+        if (q != nullptr) Rotate(c, s, q->cols, Row(q, i), Row(q, k));
+      }
+    }
+    if (!rotated) return;
+  }
+}
+
+}  // namespace
 
 Dense Multiply(const Dense& a, const Dense& b) {
   Dense c(a.rows, b.cols);
+  const int64_t n = b.cols;
   for (int64_t i = 0; i < a.rows; ++i) {
-    for (int64_t k = 0; k < a.cols; ++k) {
-      for (int64_t j = 0; j < b.cols; ++j) c(i, j) += a(i, k) * b(k, j);
+    double* to = Row(&c, i);
+    int64_t k = 0;
+    for (; k + 4 <= a.cols; k += 4) {  // four at a time: `to` is read and written less often
+      const double a0 = a(i, k), a1 = a(i, k + 1), a2 = a(i, k + 2), a3 = a(i, k + 3);
+      const double* from = b.values.data() + k * n;
+      for (int64_t j = 0; j < n; ++j) {
+        to[j] += (a0 * from[j] + a1 * from[n + j]) + (a2 * from[2 * n + j] + a3 * from[3 * n + j]);
+      }
+    }
+    for (; k < a.cols; ++k) {
+      for (int64_t j = 0; j < n; ++j) to[j] += a(i, k) * b(k, j);
     }
   }
   return c;
@@ -32,12 +87,16 @@ Dense Combine(double alpha, const Dense& a, double beta, const Dense& b) {
   return c;
 }
 
+Dense Scaled(double alpha, const Dense& a) {
+  Dense c = a;
+  for (double& v : c.values) v *= alpha;
+  return c;
+}
+
 double FrobeniusNorm(const Dense& a) { return std::sqrt(Inner(a, a)); }
 
 double Inner(const Dense& a, const Dense& b) {
-  double sum = 0;
-  for (size_t i = 0; i < a.values.size(); ++i) sum += a.values[i] * b.values[i];
-  return sum;
+  return Dot(a.values.data(), b.values.data(), static_cast<int64_t>(a.values.size()));
 }
 
 double MaxAbs(const Dense& a) {
@@ -46,42 +105,60 @@ double MaxAbs(const Dense& a) {
   return largest;
 }
 
+Dense Block(const Dense& a, int64_t row, int64_t col, int64_t rows, int64_t cols) {
+  Dense block(rows, cols);
+  for (int64_t i = 0; i < std::min(rows, a.rows - row); ++i) {
+    for (int64_t j = 0; j < std::min(cols, a.cols - col); ++j) block(i, j) = a(row + i, col + j);
+  }
+  return block;
+}
+
+void SetBlock(const Dense& block, int64_t row, int64_t col, Dense* a) {
+  for (int64_t i = 0; i < std::min(block.rows, a->rows - row); ++i) {
+    for (int64_t j = 0; j < std::min(block.cols, a->cols - col); ++j)
+      (*a)(row + i, col + j) = block(i, j);
+  }
+}
+
+SingularPairs SingularValueDecomposition(const Dense& a) {
+  if (a.rows > a.cols) {
+    SingularPairs pairs = SingularValueDecomposition(Transpose(a));
+    std::swap(pairs.left, pairs.right);
+    return pairs;
+  }
+  // With q orthogonal and the rows of w = q a orthogonal, a = q^T w: row i of w is values[i] times
+  // right_i, and row i of q is left_i.
+  Dense w = a, q(a.rows, a.rows);
+  for (int64_t i = 0; i < a.rows; ++i) q(i, i) = 1;
+  OrthogonaliseRows(&w, &q);
+  std::vector<double> norms;
+  for (int64_t i = 0; i < w.rows; ++i)
+    norms.push_back(std::sqrt(Dot(Row(&w, i), Row(&w, i), w.cols)));
+  std::vector<int64_t> order(w.rows);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t i, int64_t k) { return norms[i] > norms[k]; });
+  SingularPairs pairs{Dense(q.rows, q.cols), Dense(w.rows, w.cols), {}};
+  for (int64_t i = 0; i < w.rows; ++i) {
+    const double norm = norms[order[i]];
+    pairs.values.push_back(norm);
+    SetBlock(Block(q, order[i], 0, 1, q.cols), i, 0, &pairs.left);
+    if (norm > 0) SetBlock(Scaled(1 / norm, Block(w, order[i], 0, 1, w.cols)), i, 0, &pairs.right);
+  }
+  return pairs;
+}
+
 std::vector<double> SingularValues(const Dense& a) {
   Dense w = a.rows <= a.cols ? a : Transpose(a);
-  // Rotates pairs of rows until all are orthogonal; their lengths are the singular values.
-  for (int sweep = 0; sweep < 60; ++sweep) {
-    bool rotated = false;
-    for (int64_t p = 0; p < w.rows; ++p) {
-      for (int64_t q = p + 1; q < w.rows; ++q) {
-        double pp = 0, qq = 0, pq = 0;
-        for (int64_t j = 0; j < w.cols; ++j) {
-          pp += w(p, j) * w(p, j);
-          qq += w(q, j) * w(q, j);
-          pq += w(p, j) * w(q, j);
-        }
-        if (std::fabs(pq) <= 1e-14 * std::sqrt(pp * qq)) continue;
-        rotated = true;
-        const double tau = (qq - pp) / (2 * pq);
-        const double t = (tau >= 0 ? 1 : -1) / (std::fabs(tau) + std::sqrt(1 + tau * tau));
-        const double c = 1 / std::sqrt(1 + t * t), s = c * t;
-        for (int64_t j = 0; j < w.cols; ++j) {
-          const double x = w(p, j), y = w(q, j);
-          w(p, j) = c * x - s * y;
-          w(q, j) = s * x + c * y;
-        }
-      }
-    }
-    if (!rotated) break;
-  }
+  OrthogonaliseRows(&w, nullptr);
   std::vector<double> values;
-  for (int64_t i = 0; i < w.rows; ++i) {
-    double sum = 0;
-    for (int64_t j = 0; j < w.cols; ++j) sum += w(i, j) * w(i, j);
-    values.push_back(std::sqrt(sum));
-  }
-  std::sort(values.begin(), values.end(), std::greater<double>());
+  for (int64_t i = 0; i < w.rows; ++i)
+    values.push_back(std::sqrt(Dot(Row(&w, i), Row(&w, i), w.cols)));
+  std::sort(values.rbegin(), values.rend());
   return values;
 }
+
+double SpectralNorm(const Dense& a) { return SingularValues(a).front(); }
 
 Dense RandomNormal(int64_t rows, int64_t cols, uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -97,14 +174,12 @@ Dense RandomOrthonormalRows(int64_t rows, int64_t cols, uint64_t seed) {
     // Twice, so that rounding of the first pass is removed too.
     for (int pass = 0; pass < 2; ++pass) {
       for (int64_t k = 0; k < i; ++k) {
-        double dot = 0;
-        for (int64_t j = 0; j < cols; ++j) dot += q(i, j) * q(k, j);
+        const double dot = Dot(Row(&q, i), Row(&q, k), cols);
         for (int64_t j = 0; j < cols; ++j) q(i, j) -= dot * q(k, j);
       }
     }
-    double norm = 0;
-    for (int64_t j = 0; j < cols; ++j) norm += q(i, j) * q(i, j);
-    for (int64_t j = 0; j < cols; ++j) q(i, j) /= std::sqrt(norm);
+    const double norm = std::sqrt(Dot(Row(&q, i), Row(&q, i), cols));
+    for (int64_t j = 0; j < cols; ++j) q(i, j) /= norm;
   }
   return q;
 }
