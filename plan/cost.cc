@@ -78,8 +78,7 @@ Cost StepCost(const PlanMatrix& matrix, StepKind kind) {
   if (spectral && (kind == StepKind::kRefresh || matrix.rule.period == 1)) {
     const FormChoice choice = ChooseForm(matrix.rule, matrix.rows, matrix.cols,
                                          matrix.rule.compute == ComputeType::kBf16);
-    cost.flops +=
-        choice.form == PolarForm::kGram ? choice.gram_flops : choice.standard_flops;
+    cost.flops += choice.form == PolarForm::kGram ? choice.gram_flops : choice.standard_flops;
     cost.bytes += elements * kDirectionReadAndWrite;
   }
   return cost;

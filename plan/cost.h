@@ -24,8 +24,8 @@ namespace stiefel {
 double PolarFlops(int64_t rows, int64_t cols, PolarForm form, int64_t steps, int64_t restarts,
                   bool symmetric_products);
 
-// The Gram form's many small products run less evenly than their operations say, and on a short side
-// below this there is no time to save.
+// The Gram form's many small products run less evenly than their operations say, and on a short
+// side below this there is no time to save.
 inline constexpr int64_t kMinGramShortSide = 64;
 // Iterations in a row, without a restart, that the Gram form does without losing digits that the
 // standard form keeps: measured, 10 of them cost singular values of 1e-3 a relative 2e-4.
@@ -33,16 +33,17 @@ inline constexpr int64_t kMaxGramRun = 3;
 
 // How Newton-Schulz runs, and why.
 struct FormChoice {
-  PolarForm form = PolarForm::kStandard;  // or kGram
-  std::vector<int64_t> restarts;          // of the Gram form, also where kStandard is chosen
+  PolarForm form = PolarForm::kStandard;      // or kGram
+  std::vector<int64_t> restarts;              // of the Gram form, also where kStandard is chosen
   double standard_flops = 0, gram_flops = 0;  // symmetric products counted half
-  const char* reason = "";  // for people: "gram saves less than a tenth"
+  const char* reason = "";                    // for people: "gram saves less than a tenth"
 };
 
-// The form in which a spectral rule orthogonalises a rows x cols unit (matrix, split or tile) on any
-// device: the one that the rule names; with kAuto kGram where it saves a tenth of the operations, the
-// short side is at least kMinGramShortSide and no run without restart is longer than kMaxGramRun.
-// low_precision: products in bf16. REQUIRES: a valid spectral rule, positive sizes.
+// The form in which a spectral rule orthogonalises a rows x cols unit (matrix, split or tile) on
+// any device: the one that the rule names; with kAuto kGram where it saves a tenth of the
+// operations, the short side is at least kMinGramShortSide and no run without restart is longer
+// than kMaxGramRun. low_precision: products in bf16. REQUIRES: a valid spectral rule, positive
+// sizes.
 FormChoice ChooseForm(const Rule& rule, int64_t rows, int64_t cols, bool low_precision);
 
 // Nominal machine balance with which operations and bytes become one number: a byte moved costs as

@@ -168,9 +168,12 @@ std::vector<std::pair<std::string, std::string>> ChangedOptions(const Rule& rule
 std::vector<std::string_view> OptionKeys();
 
 // Whether the rule can be applied to a rows x cols matrix that was registered as a parameter of
-// `dimensions` dimensions. INVALID_ARGUMENT: sizes that are not positive or whose product
-// overflows, an option out of range, options that contradict each other, a spectral rule on a 1-D
-// parameter (with a hint which presets fit).
+// `dimensions` dimensions (of each matrix, for a stack: see plan/shape.h). INVALID_ARGUMENT, with
+// the reason and the numbers: sizes that are not positive or whose product overflows; an option out
+// of range; options that contradict each other or have no effect, unless they are the preset's own
+// (samuon with gain=1 is Muon, not an error); deflation=paper where gain (1 - f) >= 1, f the least
+// value of the polar map on [0.01, 1]; a spectral rule on a 1-D parameter (with a hint which
+// presets fit). The partner of a polora factor is not looked at: that is ValidatePair's.
 absl::Status ValidateRule(const Rule& rule, int64_t rows, int64_t cols, int dimensions = 2);
 
 // REQUIRES: a valid rule, 0 <= phase < rule.period, step >= 1.
@@ -220,7 +223,7 @@ int64_t TileAtStep(const Rule& rule, int64_t rows, int64_t cols, int64_t step, S
 // in force, else from rows x cols; times off_refresh_lr_ratio where the kind is kOffRefresh.
 double StepScale(const Rule& rule, int64_t rows, int64_t cols, int64_t step, StepKind kind);
 
-// max(1, ceil(select_fraction rows)) of `vectors` rows (or columns).
+// How many of `vectors` rows (or columns) are selected: max(1, ceil(select_fraction vectors)).
 int64_t SelectedVectors(const Rule& rule, int64_t vectors);
 
 // Whether columns are what is selected: select_axis=short and cols < rows.
