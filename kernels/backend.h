@@ -17,11 +17,13 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/dtype.h"
 #include "kernels/gradient.h"
+#include "plan/coefficients.h"
 
 namespace stiefel {
 
@@ -55,17 +57,23 @@ class DeviceBuffer {
   int64_t bytes_ = 0;
 };
 
+// Figures of a direction, of which its normalisation follows.
+struct DirectionStats {
+  double sum_squares;
+  double max_abs;
+  int64_t nonfinite;
+};
+
 // Figures of one computation, in device memory; zeroed before it and filled by the primitives that
 // name it.
 struct StepStats {
-  double gradient_sum_squares;   // after grad_scale, before clipping
-  double direction_sum_squares;  // of the look-ahead U
-  double applied_sum_squares;  // of the orthogonalised or element-wise update, before scale and lr
+  double gradient_sum_squares;  // after grad_scale, before clipping
+  DirectionStats direction;     // of the look-ahead U; nonfinite counts the new state too
+  double applied_sum_squares;   // of the update as scaled by Delivery::scale, before lr
   int64_t nonfinite_gradient;
-  int64_t nonfinite_direction;  // of the look-ahead and of the new state
-  int64_t nonfinite_output;     // of delta, new weights or payload, as delivered
-  double residual;              // |O O^T - I|_F / sqrt(m)
-  double spectral_norm;         // of a row-wise update
+  int64_t nonfinite_output;  // of delta, new weights or payload, as delivered
+  double residual;           // |O O^T - I|_F / sqrt(m)
+  double spectral_norm;      // of a row-wise update
 };
 
 // `batch` row-major rows x cols matrices, one after the other. kFp32 or kBf16.
@@ -108,7 +116,8 @@ constexpr int kMaxStates = 2;
 //   payload_dtype.
 // Null outputs are left out.
 struct Delivery {
-  float step = 0;  // -lr s
+  float step = 0;    // -lr s
+  double scale = 1;  // s, for the figures
   void* delta = nullptr;
   DType delta_dtype = DType::kFp32;
   float decay = 1;  // 1 - lr wd
@@ -118,10 +127,12 @@ struct Delivery {
   DType payload_dtype = DType::kFp32;
 };
 
-// One pass over a rows x cols matrix: reduce the gradient, clip, state and look-ahead, and
-// optionally more.
+// One pass over the rows of a matrix, or of a range of them: reduce the gradient, clip, state and
+// look-ahead, and optionally more. Everything but the gradient begins at the first row of the
+// range.
 struct ElementPass {
   const GradientPlan* gradient = nullptr;  // used during the call only
+  int64_t first_row = 0, rows = 0;         // the range
   float clip_scale = 1;
   ElementCoefficients coefficients;
   const float* state[kMaxStates] = {nullptr, nullptr};
@@ -129,43 +140,148 @@ struct ElementPass {
   float* direction = nullptr;                         // where u goes, or null
   bool deliver = false;                               // u is the update: deliver it at once
   Delivery delivery;
-  StepStats* stats = nullptr;  // adds to gradient_sum_squares, direction_sum_squares and the counts
+  StepStats* stats = nullptr;  // adds to gradient_sum_squares, direction and the counts
 };
 
-// Divides a direction by its Frobenius norm, taken from stats->direction_sum_squares, into the
-// operand of the orthogonaliser: x = u / |u|_F, transposed where asked. All zero where |u|_F is 0
-// or anything was not finite. eps_add and eps_floor give u / (|u|_F + eps_add) and u / max(|u|_F,
-// eps_floor).
-struct NormalisePass {
-  const float* direction = nullptr;
+// Which rows of u, or columns, take part: the `count` of largest l1 norm (fp64; ties to the lower
+// index; NaN counts as the largest).
+struct SelectPass {
+  const float* u = nullptr;
   int64_t rows = 0, cols = 0;
+  bool by_columns = false;
+  int64_t count = 0;
+  double* scratch = nullptr;  // one per vector
+  int32_t* index = nullptr;   // count: the vectors selected, ascending
+  int32_t* place = nullptr;   // per vector: where it is in `index`, or -1
+  float* selected = nullptr;  // per vector: 1, or 0
+};
+
+// Multiplies the selected rows, or columns, of m by a factor, in place.
+struct DampPass {
+  float* m = nullptr;
+  int64_t rows = 0, cols = 0;
+  bool by_columns = false;
+  const float* selected = nullptr;
+  float factor = 1;
+};
+
+// out = the `count` rows of u, or columns, that `index` names: count x cols, or rows x count.
+struct GatherPass {
+  const float* u = nullptr;
+  int64_t rows = 0, cols = 0;
+  bool by_columns = false;
+  int64_t count = 0;
+  const int32_t* index = nullptr;
+  float* out = nullptr;
+};
+
+// Writes the figures of a rows x cols matrix whose rows are `stride` elements apart.
+struct MeasurePass {
+  const float* u = nullptr;
+  int64_t rows = 0, cols = 0, stride = 0;
+  DirectionStats* figures = nullptr;
+};
+
+// Divides a direction into the operand of the orthogonaliser, transposed where asked. Frobenius:
+// x = u / |u|_F; eps_add and eps_floor give u / (|u|_F + eps_add) and u / max(|u|_F, eps_floor).
+// Power of two: x = u / 2^floor(log2 max|u|), exact but for underflow. All zero where u is 0 or
+// anything was not finite.
+struct NormalisePass {
+  const float* u = nullptr;
+  int64_t rows = 0, cols = 0, stride = 0;  // rows of u are `stride` elements apart
   bool transpose = false;
+  bool power_of_two = false;
   double eps_add = 0, eps_floor = 0;
   MatrixView x;  // rows x cols, or cols x rows
-  const StepStats* stats = nullptr;
+  const DirectionStats* figures = nullptr;
 };
 
-// Delivers an orthogonalised update; x is rows x cols, or cols x rows where transposed.
+// The row variance of an orthogonalised x (rows x cols, or cols x rows where transposed) whose row
+// i is row index[i] of the matrix, or row i without index: there
+//   v' = keep v + gain mean_j x_ij^2,   factor_i = f / (sqrt(v') + eps),
+//   f = |x|_F / max(|x / (sqrt(v') + eps)|_F, eps);
+// elsewhere v' = v. A zero row has factor 0.
+struct RowVariancePass {
+  MatrixView x;
+  int64_t rows = 0, cols = 0;
+  bool transposed = false;
+  const int32_t* index = nullptr;
+  int64_t state_rows = 0;
+  const float* v = nullptr;
+  float* new_v = nullptr;  // must not overlap v
+  double keep = 0, gain = 0, eps = 0;
+  double* factors = nullptr;  // rows
+};
+
+// Delivers an orthogonalised update o; x is rows x cols, or cols x rows where transposed. Element
+// (i, j), times row_factors[i] where given, goes to row i and column j of what the delivery points
+// at, whose rows are `stride` elements apart.
 struct DeliverPass {
   MatrixView x;
   int64_t rows = 0, cols = 0;
   bool transposed = false;
+  const double* row_factors = nullptr;
+  int64_t stride = 0;
   Delivery delivery;
   StepStats* stats = nullptr;  // adds to applied_sum_squares and nonfinite_output
 };
 
-// One whole off-refresh step: as ElementPass, then o = u * length / |vector of u|_2 for every row
-// or column vector (0 where the vector is 0), then delivery. A spectral norm is estimated, by power
-// iteration on o, where measure_spectral is set or spectral_max > 0; in the latter case o is
-// multiplied by min(1, spectral_max / norm).
-struct RowWisePass {
-  ElementPass element;  // element.direction: workspace of rows * cols
+// The same for an update that has only some of the matrix's rows, or columns: row (column) i of o
+// goes to row (column) index[i], and the update of all others is 0.
+struct ScatterPass {
+  DeliverPass deliver;  // stride: the matrix's columns
+  int64_t vectors = 0;  // the matrix's rows, or columns
+  bool by_columns = false;
+  const int32_t* index = nullptr;
+  const int32_t* place = nullptr;
+};
+
+// o = u * length / |vector of u|_2 for every row or column vector (0 where the vector is 0), in
+// place. A spectral norm is estimated, by power iteration on o, where measure_spectral is set or
+// spectral_max > 0; in the latter case o is multiplied by min(1, spectral_max / norm).
+struct VectorPass {
+  float* u = nullptr;
+  int64_t rows = 0, cols = 0;
   bool by_columns = false;
   double length = 1;
   bool measure_spectral = false;
   double spectral_max = 0;
-  double* scratch = nullptr;  // workspace of RowWiseScratch(rows, cols) doubles
+  double* scratch = nullptr;   // workspace of RowWiseScratch(rows, cols) doubles
+  StepStats* stats = nullptr;  // spectral_norm
 };
+
+// One whole off-refresh step: as ElementPass, then VectorPass, then delivery.
+struct RowWisePass {
+  ElementPass element;
+  VectorPass vectors;  // u: workspace of rows * cols
+};
+
+// AOL preconditioning of every matrix of a batch, in place: s_i = 1 / sqrt(max(a_i, 1e-7 max_j
+// a_j)) where a_i is the sum of |gram_ij| over j, and 0 where a_i is; gram <- diag(s) gram diag(s),
+// x <- diag(s) x.
+struct AolPass {
+  MatrixView gram;  // m x m: X X^T
+  MatrixView x;     // m x n, one dtype
+};
+
+// A whole polar map (kernels/polar) of every matrix of a batch, on a device that has kernels which
+// keep the operands in a layout of their own from the first product to the last.
+struct PolarPass {
+  MatrixView x;    // m x n, m <= n; bf16; kept
+  MatrixView out;  // likewise; overlaps x not at all
+  std::vector<Coefficients> coefficients;
+  bool gram = false;
+  std::vector<int64_t> restarts;  // of the Gram form, ascending
+  bool aol = false;               // X is preconditioned first, as AolPass does
+  void* workspace = nullptr;      // DeviceInfo::fused_polar_bytes of it; not needed there
+};
+
+// Singular pairs and small eigen-decompositions: see kernels/spectral_passes.h.
+struct LeadingPairsPass;
+struct ShapePass;
+struct MetricPass;
+struct GramPass;
+struct PoloraPass;
 
 // Row blocks whose contributions to the power iteration are added in order.
 constexpr int64_t kSpectralBlocks = 16;
@@ -185,12 +301,37 @@ class Stream {
   // out = x + diagonal I, square matrices of one shape and dtype.
   virtual void AddDiagonal(const MatrixView& x, float diagonal, const MatrixView& out) = 0;
   virtual void Run(const ElementPass& pass) = 0;
-  virtual void Run(const RowWisePass& pass) = 0;
+  virtual void Run(const SelectPass& pass) = 0;
+  virtual void Run(const DampPass& pass) = 0;
+  virtual void Run(const GatherPass& pass) = 0;
+  virtual void Run(const MeasurePass& pass) = 0;
   virtual void Run(const NormalisePass& pass) = 0;
+  virtual void Run(const RowVariancePass& pass) = 0;
   virtual void Run(const DeliverPass& pass) = 0;
+  virtual void Run(const ScatterPass& pass) = 0;
+  virtual void Run(const VectorPass& pass) = 0;
+  virtual void Run(const RowWisePass& pass) = 0;
+  // to = from, in to's dtype. Same shape; they do not overlap.
+  virtual void Convert(const MatrixView& from, const MatrixView& to) = 0;
+  // Adds up figures of parts of a matrix: sums and counts are added, norms and residuals the
+  // largest.
+  virtual void Combine(const StepStats* parts, int64_t count, StepStats* total) = 0;
+  virtual void Run(const AolPass& pass) = 0;
+  // REQUIRES: DeviceInfo::fused_polar_bytes is not null.
+  virtual void Run(const PolarPass&) {}
+  virtual void Run(const LeadingPairsPass& pass) = 0;
+  virtual void Run(const ShapePass& pass) = 0;
+  virtual void Run(const MetricPass& pass) = 0;
+  virtual void Run(const GramPass& pass) = 0;
+  virtual void Run(const PoloraPass& pass) = 0;
   // |X X^T - I|_F / sqrt(rows), estimated from evenly spaced rows of X (all of them up to 16), into
   // stats->residual.
   virtual void Residual(const MatrixView& x, StepStats* stats) = 0;
+
+  // Calls body(i, sub) for every i in [0, count): pieces of work that do not depend on each other,
+  // each enqueued on a stream of its own. Later work of this stream runs after all of them. A CPU
+  // runs each body on one thread, several at a time: the way to do much small work.
+  virtual void ForEach(int64_t count, const std::function<void(int64_t i, Stream* sub)>& body) = 0;
 
   // Calls `done` once, when all work enqueued so far has ended, with the first error of that work;
   // on a thread of the backend's choosing. `done` must not block or use the stream.
@@ -207,6 +348,8 @@ struct DeviceInfo {
   int64_t memory_bytes = 0;  // that the device has
   bool has_bf16 = false;     // Gemm takes kBf16
   bool fast_bf16 = false;    // and is faster with it
+  // Bytes of workspace that a PolarPass needs; null where the device has no such kernels.
+  int64_t (*fused_polar_bytes)(const PolarPass& pass) = nullptr;
 };
 
 // A device. Thread-safe. Outlives its buffers and streams.

@@ -1,7 +1,7 @@
 #include "kernels/cpu/blocks.h"
 
+#include <algorithm>
 #include <cstring>
-#include <vector>
 
 namespace stiefel {
 namespace {
@@ -27,27 +27,25 @@ void* Offset(void* base, DType dtype, int64_t elements) {
   return static_cast<char*>(base) + elements * DTypeSize(dtype);
 }
 
-void AddStats(const StepStats& part, StepStats* total) {
-  total->gradient_sum_squares += part.gradient_sum_squares;
-  total->direction_sum_squares += part.direction_sum_squares;
-  total->applied_sum_squares += part.applied_sum_squares;
-  total->nonfinite_gradient += part.nonfinite_gradient;
-  total->nonfinite_direction += part.nonfinite_direction;
-  total->nonfinite_output += part.nonfinite_output;
-}
-
 }  // namespace
 
-void ForBlocks(ThreadPool* pool, int64_t blocks, StepStats* stats,
-               const std::function<void(int64_t block, StepStats* block_stats)>& body) {
-  std::vector<StepStats> parts(blocks);
-  pool->ParallelFor(blocks, [&](int64_t block) { body(block, &parts[block]); });
-  if (stats == nullptr) return;
-  for (const StepStats& part : parts) AddStats(part, stats);
+void AddStats(const StepStats& part, StepStats* total) {
+  total->gradient_sum_squares += part.gradient_sum_squares;
+  total->direction.sum_squares += part.direction.sum_squares;
+  total->direction.max_abs = std::max(total->direction.max_abs, part.direction.max_abs);
+  total->direction.nonfinite += part.direction.nonfinite;
+  total->applied_sum_squares += part.applied_sum_squares;
+  total->nonfinite_gradient += part.nonfinite_gradient;
+  total->nonfinite_output += part.nonfinite_output;
+  total->residual = std::max(total->residual, part.residual);
+  total->spectral_norm = std::max(total->spectral_norm, part.spectral_norm);
 }
 
 ElementWorker::ElementWorker(const ElementPass& pass)
-    : pass_(pass), kernels_(BestSegmentKernels()), gatherer_(*pass.gradient, kernels_) {
+    : pass_(pass),
+      first_element_(pass.first_row * pass.gradient->cols()),
+      kernels_(BestSegmentKernels()),
+      gatherer_(*pass.gradient, kernels_) {
   const ElementCoefficients& k = pass.coefficients;
   coefficients_ = {pass.clip_scale, k.m_keep, k.m_gain,       k.u_momentum,   k.u_gradient,
                    k.v_keep,        k.v_gain, k.m_correction, k.v_correction, k.eps};
@@ -55,7 +53,7 @@ ElementWorker::ElementWorker(const ElementPass& pass)
 }
 
 double ElementWorker::Run(int64_t begin, int64_t n, float* u, StepStats* stats) {
-  gatherer_.Gather(begin, n, gradient_);
+  gatherer_.Gather(first_element_ + begin, n, gradient_);
   SegmentSums gradient = {}, direction = {};
 
   const float* state[kMaxStates];
@@ -79,8 +77,10 @@ double ElementWorker::Run(int64_t begin, int64_t n, float* u, StepStats* stats) 
   }
   stats->gradient_sum_squares += gradient.sum_squares;
   stats->nonfinite_gradient += gradient.nonfinite;
-  stats->direction_sum_squares += direction.sum_squares;
-  stats->nonfinite_direction += direction.nonfinite;
+  stats->direction.sum_squares += direction.sum_squares;
+  stats->direction.max_abs =
+      std::max(stats->direction.max_abs, static_cast<double>(direction.max_abs));
+  stats->direction.nonfinite += direction.nonfinite;
   return direction.sum_squares;
 }
 
@@ -90,7 +90,7 @@ void DeliverSegment(const Delivery& delivery, int64_t offset, int64_t n, const f
   alignas(64) float delta[kSegment];
   SegmentSums applied = {};
   kernels.deliver(delivery.step, o, delta, n, &applied);
-  stats->applied_sum_squares += applied.sum_squares;
+  stats->applied_sum_squares += delivery.scale * delivery.scale * applied.sum_squares;
   if (delivery.delta != nullptr) {
     stats->nonfinite_output += WriteAs(delivery.delta_dtype, delta, n, applied.nonfinite,
                                        Offset(delivery.delta, delivery.delta_dtype, offset));

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 
 #include "kernels/backend.h"
 #include "kernels/cpu/gather.h"
+#include "kernels/cpu/scratch.h"
 #include "kernels/cpu/segment_kernels.h"
 #include "kernels/cpu/thread_pool.h"
 
@@ -25,22 +25,46 @@ void ForSegments(int64_t begin, int64_t end, const Body& body) {
   for (int64_t i = begin; i < end; i += kSegment) body(i, std::min(kSegment, end - i));
 }
 
-// Calls body(block, stats) for every block, in parallel, each with figures of its own, and adds
-// these in block order to *stats (where not null).
-void ForBlocks(ThreadPool* pool, int64_t blocks, StepStats* stats,
-               const std::function<void(int64_t block, StepStats* block_stats)>& body);
+// Work on so few elements is done before another thread is awake.
+constexpr int64_t kInlineElements = 1 << 16;
+
+// Calls body(i) for every i in [0, count), in parallel where there is enough to do: `elements` are
+// gone through in all.
+template <typename Body>
+void ForIndices(ThreadPool* pool, int64_t count, int64_t elements, const Body& body) {
+  if (elements <= kInlineElements) {
+    for (int64_t i = 0; i < count; ++i) body(i);
+  } else {
+    pool->ParallelFor(count, [&body](int64_t i) { body(i); });
+  }
+}
+
+void AddStats(const StepStats& part, StepStats* total);
+
+// Calls body(block, stats) for every block, as ForIndices, each with figures of its own, and adds
+// these in block order to *stats.
+template <typename Body>
+void ForBlocks(ThreadPool* pool, int64_t blocks, int64_t elements, StepStats* stats,
+               const Body& body) {
+  auto* parts = static_cast<StepStats*>(
+      ThreadScratch(ScratchUse::kFigures, blocks * static_cast<int64_t>(sizeof(StepStats))));
+  std::fill_n(parts, blocks, StepStats());
+  ForIndices(pool, blocks, elements, [&](int64_t block) { body(block, &parts[block]); });
+  for (int64_t i = 0; i < blocks; ++i) AddStats(parts[i], stats);
+}
 
 // Reduces the gradient and applies the element rule to one segment after another.
 class ElementWorker {
  public:
   explicit ElementWorker(const ElementPass& pass);
 
-  // Elements [begin, begin + n) of the matrix; n <= kSegment. u receives the direction, new state
-  // goes where the pass says. Returns the sum of squares of u.
+  // Elements [begin, begin + n) of the range of rows; n <= kSegment. u receives the direction, new
+  // state goes where the pass says. Returns the sum of squares of u.
   double Run(int64_t begin, int64_t n, float* u, StepStats* stats);
 
  private:
   const ElementPass& pass_;
+  const int64_t first_element_;  // of the range, in the gradient
   const SegmentKernels& kernels_;
   Gatherer gatherer_;
   SegmentCoefficients coefficients_;

@@ -11,8 +11,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/mutex.h"
 #include "kernels/cpu/aol.h"
+#include "kernels/cpu/blocks.h"
 #include "kernels/cpu/gemm.h"
+#include "kernels/cpu/leading_pairs.h"
+#include "kernels/cpu/low_rank.h"
 #include "kernels/cpu/passes.h"
 #include "kernels/cpu/segment_kernels.h"
 #include "kernels/cpu/thread_pool.h"
@@ -26,7 +30,8 @@ constexpr int kMaxThreads = 1024;
 
 class CpuStream final : public Stream {
  public:
-  explicit CpuStream(ThreadPool* pool) : pool_(pool) {}
+  // `alone` has one thread.
+  CpuStream(ThreadPool* pool, ThreadPool* alone) : pool_(pool), alone_(alone) {}
 
   void CopyToDevice(void* device, const void* host, int64_t bytes) override {
     std::memcpy(device, host, bytes);
@@ -40,12 +45,47 @@ class CpuStream final : public Stream {
     CpuAddDiagonal(pool_, x, diagonal, out);
   }
   void Run(const ElementPass& pass) override { CpuRun(pool_, pass); }
-  void Run(const RowWisePass& pass) override { CpuRun(pool_, pass); }
+  void Run(const SelectPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const DampPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const GatherPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const MeasurePass& pass) override { CpuRun(pool_, pass); }
   void Run(const NormalisePass& pass) override { CpuRun(pool_, pass); }
+  void Run(const RowVariancePass& pass) override { CpuRun(pool_, pass); }
   void Run(const DeliverPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const ScatterPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const VectorPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const RowWisePass& pass) override { CpuRun(pool_, pass); }
   void Run(const AolPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const LeadingPairsPass& pass) override { Note(CpuRun(pool_, pass)); }
+  void Run(const ShapePass& pass) override { Note(CpuRun(pool_, pass)); }
+  void Run(const MetricPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const GramPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const PoloraPass& pass) override { CpuRun(pool_, pass); }
+  void Convert(const MatrixView& from, const MatrixView& to) override {
+    CpuConvert(pool_, from, to);
+  }
+  void Combine(const StepStats* parts, int64_t count, StepStats* total) override {
+    for (int64_t i = 0; i < count; ++i) AddStats(parts[i], total);
+  }
   void Residual(const MatrixView& x, StepStats* stats) override {
     Note(CpuResidual(pool_, x, &stats->residual));
+  }
+  void ForEach(int64_t count, const std::function<void(int64_t i, Stream* sub)>& body) override {
+    Mutex mutex;
+    absl::Status first;
+    int64_t first_index = count;
+    pool_->ParallelFor(count, [&](int64_t i) {
+      CpuStream sub(alone_, alone_);
+      body(i, &sub);
+      absl::Status status = sub.Synchronize();
+      if (status.ok()) return;
+      MutexLock lock(&mutex);
+      if (i < first_index) {
+        first_index = i;
+        first = std::move(status);
+      }
+    });
+    Note(first);
   }
   void Then(std::function<void(const absl::Status&)> done) override { done(error_); }
   absl::Status Synchronize() override { return std::exchange(error_, absl::OkStatus()); }
@@ -56,6 +96,7 @@ class CpuStream final : public Stream {
   }
 
   ThreadPool* const pool_;
+  ThreadPool* const alone_;
   absl::Status error_;  // the first since the last Synchronize
 };
 
@@ -85,7 +126,7 @@ class CpuBackend final : public Backend {
 
   const DeviceInfo& Info() const override { return info_; }
   absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override {
-    return std::make_unique<CpuStream>(&pool_);
+    return std::make_unique<CpuStream>(&pool_, &alone_);
   }
   int64_t AllocatedBytes() const override { return allocated_; }
 
@@ -116,7 +157,7 @@ class CpuBackend final : public Backend {
   // Constant after construction.
   DeviceInfo info_;
   // Own synchronisation.
-  ThreadPool pool_;
+  ThreadPool pool_, alone_{1};
   std::atomic<int64_t> allocated_{0};
 };
 

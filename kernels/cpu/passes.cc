@@ -3,8 +3,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/dtype.h"
 #include "kernels/cpu/blocks.h"
-#include "kernels/cpu/row_wise.h"
+#include "kernels/cpu/segments.h"
 
 namespace stiefel {
 namespace {
@@ -13,44 +14,27 @@ namespace {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileCols = 256;
 
-// n elements of an orthogonalised matrix as fp32; a pointer into it where it is fp32 already.
-const float* ReadSegment(const MatrixView& x, int64_t offset, int64_t n, float* buffer) {
-  if (x.dtype == DType::kFp32) return static_cast<const float*>(x.data) + offset;
-  Convert(static_cast<const char*>(x.data) + offset * DTypeSize(x.dtype), x.dtype, buffer,
-          DType::kFp32, n);
-  return buffer;
-}
-
-void WriteSegment(const MatrixView& x, int64_t offset, int64_t n, const float* values) {
-  char* out = static_cast<char*>(x.data) + offset * DTypeSize(x.dtype);
-  if (x.dtype == DType::kBf16) {
-    BestSegmentKernels().round_bf16(1, values, 0, nullptr, reinterpret_cast<uint16_t*>(out), n);
-  } else {
-    std::memcpy(out, values, n * sizeof(float));
-  }
-}
-
-// 1 / |U|_F. The sum of squares is exact up to fp64 rounding for every fp32 matrix, so U and 2^k U
-// give factors that differ by 2^-k exactly, and the products of the two are the same bits: a
-// power-of-two prescale would change nothing.
+// What u is multiplied with. 1 / |U|_F: the sum of squares is exact up to fp64 rounding for every
+// fp32 matrix, and so is every product u / |U|_F. U and 2^k U give factors that differ by 2^-k
+// exactly, and the products of the two are the same bits: a power-of-two prescale would change
+// nothing.
 double NormaliseFactor(const NormalisePass& pass) {
-  const StepStats& stats = *pass.stats;
-  if (stats.nonfinite_gradient > 0 || stats.nonfinite_direction > 0 ||
-      stats.direction_sum_squares == 0)
-    return 0;
-  return 1 / std::max(std::sqrt(stats.direction_sum_squares) + pass.eps_add, pass.eps_floor);
+  const DirectionStats& figures = *pass.figures;
+  if (figures.nonfinite > 0 || figures.sum_squares == 0) return 0;
+  if (pass.power_of_two) return std::ldexp(1.0, -std::ilogb(figures.max_abs));
+  return 1 / std::max(std::sqrt(figures.sum_squares) + pass.eps_add, pass.eps_floor);
 }
 
 void NormaliseTransposed(ThreadPool* pool, const NormalisePass& pass, double factor) {
   const SegmentKernels& kernels = BestSegmentKernels();
-  ForBlocks(pool, CeilDiv(pass.rows, kTileRows), nullptr, [&](int64_t block, StepStats*) {
+  ForIndices(pool, CeilDiv(pass.rows, kTileRows), pass.rows * pass.cols, [&](int64_t block) {
     alignas(64) float tile[kTileRows][kTileCols];
     alignas(64) float column[kTileRows];
     const int64_t row = block * kTileRows, rows = std::min(kTileRows, pass.rows - row);
     for (int64_t col = 0; col < pass.cols; col += kTileCols) {
       const int64_t cols = std::min(kTileCols, pass.cols - col);
       for (int64_t i = 0; i < rows; ++i) {
-        kernels.scale_wide(factor, pass.direction + (row + i) * pass.cols + col, tile[i], cols);
+        kernels.scale_wide(factor, pass.u + (row + i) * pass.stride + col, tile[i], cols);
       }
       for (int64_t j = 0; j < cols; ++j) {
         for (int64_t i = 0; i < rows; ++i) column[i] = tile[i][j];
@@ -60,42 +44,155 @@ void NormaliseTransposed(ThreadPool* pool, const NormalisePass& pass, double fac
   });
 }
 
-void DeliverTransposed(ThreadPool* pool, const DeliverPass& pass) {
-  ForBlocks(pool, CeilDiv(pass.rows, kTileRows), pass.stats, [&](int64_t block, StepStats* stats) {
-    alignas(64) float tile[kTileRows][kTileCols];
-    alignas(64) float buffer[kTileRows];
-    const int64_t row = block * kTileRows, rows = std::min(kTileRows, pass.rows - row);
-    for (int64_t col = 0; col < pass.cols; col += kTileCols) {
-      const int64_t cols = std::min(kTileCols, pass.cols - col);
+// body(row, col, n) for segments that cover a rows x cols matrix: of whole blocks of elements where
+// its rows follow each other, else row by row.
+template <typename Body>
+void ForMatrix(ThreadPool* pool, int64_t rows, int64_t cols, int64_t stride, const Body& body) {
+  const int64_t elements = rows * cols;
+  if (stride == cols) {
+    ForIndices(pool, CeilDiv(elements, kBlockElements), elements, [&](int64_t block) {
+      const int64_t begin = block * kBlockElements;
+      ForSegments(begin, std::min(elements, begin + kBlockElements),
+                  [&](int64_t i, int64_t n) { body(0, i, n); });
+    });
+    return;
+  }
+  const int64_t block_rows = std::max<int64_t>(1, kBlockElements / cols);
+  ForIndices(pool, CeilDiv(rows, block_rows), elements, [&](int64_t block) {
+    const int64_t end = std::min(rows, (block + 1) * block_rows);
+    for (int64_t row = block * block_rows; row < end; ++row)
+      ForSegments(0, cols, [&](int64_t i, int64_t n) { body(row, i, n); });
+  });
+}
+
+// Reads tiles of an orthogonalised update in the matrix's orientation.
+class UpdateTile {
+ public:
+  explicit UpdateTile(const DeliverPass& pass) : pass_(pass) {}
+
+  // Rows [row, row + rows) and columns [col, col + cols) of o.
+  void Read(int64_t row, int64_t rows, int64_t col, int64_t cols) {
+    if (pass_.transposed) {
       for (int64_t j = 0; j < cols; ++j) {
-        const float* column = ReadSegment(pass.x, (col + j) * pass.rows + row, rows, buffer);
-        for (int64_t i = 0; i < rows; ++i) tile[i][j] = column[i];
+        const float* column = ReadSegment(pass_.x, (col + j) * pass_.rows + row, rows, buffer_);
+        for (int64_t i = 0; i < rows; ++i) tile_[i][j] = column[i];
       }
+    } else {
       for (int64_t i = 0; i < rows; ++i) {
-        DeliverSegment(pass.delivery, (row + i) * pass.cols + col, cols, tile[i], stats);
+        const float* from = ReadSegment(pass_.x, (row + i) * pass_.cols + col, cols, tile_[i]);
+        if (from != tile_[i]) std::memcpy(tile_[i], from, cols * sizeof(float));
       }
     }
-  });
+    if (pass_.row_factors == nullptr) return;
+    for (int64_t i = 0; i < rows; ++i) {
+      BestSegmentKernels().scale_wide(pass_.row_factors[row + i], tile_[i], tile_[i], cols);
+    }
+  }
+
+  const float* operator[](int64_t i) const { return tile_[i]; }
+
+ private:
+  const DeliverPass& pass_;
+  alignas(64) float tile_[kTileRows][kTileCols];
+  alignas(64) float buffer_[kTileRows];
+};
+
+// Delivers tile by tile; index says where rows go.
+void DeliverTiles(ThreadPool* pool, const DeliverPass& pass, const int32_t* index) {
+  const int64_t stride = pass.stride;
+  ForBlocks(pool, CeilDiv(pass.rows, kTileRows), pass.rows * pass.cols, pass.stats,
+            [&](int64_t block, StepStats* stats) {
+              UpdateTile tile(pass);
+              const int64_t row = block * kTileRows, rows = std::min(kTileRows, pass.rows - row);
+              for (int64_t col = 0; col < pass.cols; col += kTileCols) {
+                const int64_t cols = std::min(kTileCols, pass.cols - col);
+                tile.Read(row, rows, col, cols);
+                for (int64_t i = 0; i < rows; ++i) {
+                  const int64_t to = index == nullptr ? row + i : index[row + i];
+                  DeliverSegment(pass.delivery, to * stride + col, cols, tile[i], stats);
+                }
+              }
+            });
+}
+
+// Rows whose update is 0.
+void DeliverOtherRows(ThreadPool* pool, const ScatterPass& pass) {
+  const int64_t cols = pass.deliver.cols;
+  ForBlocks(pool, CeilDiv(pass.vectors, kTileRows), pass.vectors * cols, pass.deliver.stats,
+            [&](int64_t block, StepStats* stats) {
+              alignas(64) constexpr float kZeros[kSegment] = {};
+              const int64_t end = std::min(pass.vectors, (block + 1) * kTileRows);
+              for (int64_t row = block * kTileRows; row < end; ++row) {
+                if (pass.place[row] >= 0) continue;
+                ForSegments(0, cols, [&](int64_t i, int64_t n) {
+                  DeliverSegment(pass.deliver.delivery, row * pass.deliver.stride + i, n, kZeros,
+                                 stats);
+                });
+              }
+            });
+}
+
+void ScatterColumns(ThreadPool* pool, const ScatterPass& pass) {
+  const DeliverPass& deliver = pass.deliver;
+  ForBlocks(pool, CeilDiv(deliver.rows, kTileRows), deliver.rows * pass.vectors, deliver.stats,
+            [&](int64_t block, StepStats* stats) {
+              UpdateTile tile(deliver);
+              alignas(64) float wide[kTileCols];
+              const int64_t row = block * kTileRows, rows = std::min(kTileRows, deliver.rows - row);
+              int64_t from = 0;  // the first selected column of those that are left
+              for (int64_t col = 0; col < pass.vectors; col += kTileCols) {
+                const int64_t cols = std::min(kTileCols, pass.vectors - col);
+                int64_t selected = 0;
+                while (from + selected < deliver.cols && pass.index[from + selected] < col + cols)
+                  ++selected;
+                tile.Read(row, rows, from, selected);
+                for (int64_t i = 0; i < rows; ++i) {
+                  std::fill_n(wide, cols, 0.0f);
+                  for (int64_t j = 0; j < selected; ++j)
+                    wide[pass.index[from + j] - col] = tile[i][j];
+                  DeliverSegment(deliver.delivery, (row + i) * deliver.stride + col, cols, wide,
+                                 stats);
+                }
+                from += selected;
+              }
+            });
 }
 
 }  // namespace
 
 void CpuRun(ThreadPool* pool, const ElementPass& pass) {
-  const int64_t elements = pass.gradient->rows() * pass.gradient->cols();
-  ForBlocks(
-      pool, CeilDiv(elements, kBlockElements), pass.stats, [&](int64_t block, StepStats* stats) {
-        ElementWorker worker(pass);
-        alignas(64) float local[kSegment];
-        const int64_t begin = block * kBlockElements;
-        ForSegments(begin, std::min(elements, begin + kBlockElements), [&](int64_t i, int64_t n) {
-          float* direction = pass.direction == nullptr ? local : pass.direction + i;
-          worker.Run(i, n, direction, stats);
-          if (pass.deliver) DeliverSegment(pass.delivery, i, n, direction, stats);
-        });
-      });
+  const int64_t elements = pass.rows * pass.gradient->cols();
+  StepStats unread = {};
+  ForBlocks(pool, CeilDiv(elements, kBlockElements), elements,
+            pass.stats == nullptr ? &unread : pass.stats, [&](int64_t block, StepStats* stats) {
+              ElementWorker worker(pass);
+              alignas(64) float local[kSegment];
+              const int64_t begin = block * kBlockElements;
+              ForSegments(
+                  begin, std::min(elements, begin + kBlockElements), [&](int64_t i, int64_t n) {
+                    float* direction = pass.direction == nullptr ? local : pass.direction + i;
+                    worker.Run(i, n, direction, stats);
+                    if (pass.deliver) DeliverSegment(pass.delivery, i, n, direction, stats);
+                  });
+            });
 }
 
-void CpuRun(ThreadPool* pool, const RowWisePass& pass) { RunRowWise(pool, pass); }
+void CpuRun(ThreadPool* pool, const MeasurePass& pass) {
+  StepStats total = {};
+  const int64_t block_rows = std::max<int64_t>(1, kBlockElements / pass.cols);
+  ForBlocks(pool, CeilDiv(pass.rows, block_rows), pass.rows * pass.cols, &total,
+            [&](int64_t block, StepStats* stats) {
+              SegmentSums sums = {};
+              const int64_t end = std::min(pass.rows, (block + 1) * block_rows);
+              for (int64_t row = block * block_rows; row < end; ++row) {
+                ForSegments(0, pass.cols, [&](int64_t i, int64_t n) {
+                  BestSegmentKernels().sums(pass.u + row * pass.stride + i, n, &sums);
+                });
+              }
+              stats->direction = {sums.sum_squares, sums.max_abs, sums.nonfinite};
+            });
+  *pass.figures = total.direction;
+}
 
 void CpuRun(ThreadPool* pool, const NormalisePass& pass) {
   const double factor = NormaliseFactor(pass);
@@ -105,32 +202,37 @@ void CpuRun(ThreadPool* pool, const NormalisePass& pass) {
   }
   if (pass.transpose) return NormaliseTransposed(pool, pass, factor);
   const SegmentKernels& kernels = BestSegmentKernels();
-  const int64_t elements = pass.rows * pass.cols;
-  ForBlocks(pool, CeilDiv(elements, kBlockElements), nullptr, [&](int64_t block, StepStats*) {
+  ForMatrix(pool, pass.rows, pass.cols, pass.stride, [&](int64_t row, int64_t col, int64_t n) {
     alignas(64) float scaled[kSegment];
-    const int64_t begin = block * kBlockElements;
-    ForSegments(begin, std::min(elements, begin + kBlockElements), [&](int64_t i, int64_t n) {
-      kernels.scale_wide(factor, pass.direction + i, scaled, n);
-      WriteSegment(pass.x, i, n, scaled);
-    });
+    kernels.scale_wide(factor, pass.u + row * pass.stride + col, scaled, n);
+    WriteSegment(pass.x, row * pass.cols + col, n, scaled);
   });
 }
 
 void CpuRun(ThreadPool* pool, const DeliverPass& pass) {
-  if (pass.transposed) return DeliverTransposed(pool, pass);
+  if (pass.transposed || pass.row_factors != nullptr || pass.stride != pass.cols)
+    return DeliverTiles(pool, pass, nullptr);
   const int64_t elements = pass.rows * pass.cols;
-  ForBlocks(
-      pool, CeilDiv(elements, kBlockElements), pass.stats, [&](int64_t block, StepStats* stats) {
-        alignas(64) float buffer[kSegment];
-        const int64_t begin = block * kBlockElements;
-        ForSegments(begin, std::min(elements, begin + kBlockElements), [&](int64_t i, int64_t n) {
-          DeliverSegment(pass.delivery, i, n, ReadSegment(pass.x, i, n, buffer), stats);
-        });
-      });
+  ForBlocks(pool, CeilDiv(elements, kBlockElements), elements, pass.stats,
+            [&](int64_t block, StepStats* stats) {
+              alignas(64) float buffer[kSegment];
+              const int64_t begin = block * kBlockElements;
+              ForSegments(
+                  begin, std::min(elements, begin + kBlockElements), [&](int64_t i, int64_t n) {
+                    DeliverSegment(pass.delivery, i, n, ReadSegment(pass.x, i, n, buffer), stats);
+                  });
+            });
+}
+
+void CpuRun(ThreadPool* pool, const ScatterPass& pass) {
+  if (pass.by_columns) return ScatterColumns(pool, pass);
+  DeliverTiles(pool, pass.deliver, pass.index);
+  DeliverOtherRows(pool, pass);
 }
 
 void CpuAddDiagonal(ThreadPool* pool, const MatrixView& x, float diagonal, const MatrixView& out) {
-  pool->ParallelFor(x.batch * x.rows, [&](int64_t row) {
+  const int64_t rows = x.batch * x.rows;
+  ForIndices(pool, rows, rows * x.cols, [&](int64_t row) {
     const int64_t bytes = x.cols * DTypeSize(x.dtype);
     char* to = static_cast<char*>(out.data) + row * bytes;
     std::memcpy(to, static_cast<const char*>(x.data) + row * bytes, bytes);
@@ -139,6 +241,14 @@ void CpuAddDiagonal(ThreadPool* pool, const MatrixView& x, float diagonal, const
     Convert(to + place * DTypeSize(x.dtype), x.dtype, &entry, DType::kFp32, 1);
     entry += diagonal;
     Convert(&entry, DType::kFp32, to + place * DTypeSize(x.dtype), x.dtype, 1);
+  });
+}
+
+void CpuConvert(ThreadPool* pool, const MatrixView& from, const MatrixView& to) {
+  const int64_t elements = from.rows * from.cols * from.batch;
+  ForMatrix(pool, 1, elements, elements, [&](int64_t, int64_t begin, int64_t n) {
+    alignas(64) float buffer[kSegment];
+    WriteSegment(to, begin, n, ReadSegment(from, begin, n, buffer));
   });
 }
 

@@ -10,10 +10,18 @@
 namespace stiefel {
 
 void CpuRun(ThreadPool* pool, const ElementPass& pass);
-void CpuRun(ThreadPool* pool, const RowWisePass& pass);
+void CpuRun(ThreadPool* pool, const SelectPass& pass);
+void CpuRun(ThreadPool* pool, const DampPass& pass);
+void CpuRun(ThreadPool* pool, const GatherPass& pass);
+void CpuRun(ThreadPool* pool, const MeasurePass& pass);
 void CpuRun(ThreadPool* pool, const NormalisePass& pass);
+void CpuRun(ThreadPool* pool, const RowVariancePass& pass);
 void CpuRun(ThreadPool* pool, const DeliverPass& pass);
+void CpuRun(ThreadPool* pool, const ScatterPass& pass);
+void CpuRun(ThreadPool* pool, const VectorPass& pass);
+void CpuRun(ThreadPool* pool, const RowWisePass& pass);
 void CpuAddDiagonal(ThreadPool* pool, const MatrixView& x, float diagonal, const MatrixView& out);
+void CpuConvert(ThreadPool* pool, const MatrixView& from, const MatrixView& to);
 
 }  // namespace stiefel
 

@@ -1,5 +1,6 @@
-#include "kernels/cpu/row_wise.h"
-
+// Row-wise steps. Rows without a spectral norm: one pass, each block of rows staying in the
+// second-level cache between its norms and its delivery. Otherwise the direction is formed in the
+// workspace first; the bits are the same.
 #include <cmath>
 
 #include "kernels/cpu/blocks.h"
@@ -29,10 +30,10 @@ double RowFactor(const float* row, int64_t cols, double length) {
 
 // The whole step for a block of rows, in a buffer of the thread.
 void RunFused(ThreadPool* pool, const RowWisePass& pass) {
-  const int64_t rows = pass.element.gradient->rows(), cols = pass.element.gradient->cols();
+  const int64_t rows = pass.element.rows, cols = pass.element.gradient->cols();
   const int64_t block_rows = RowsOfBlock(cols);
   const SegmentKernels& kernels = BestSegmentKernels();
-  ForBlocks(pool, CeilDiv(rows, block_rows), pass.element.stats,
+  ForBlocks(pool, CeilDiv(rows, block_rows), rows * cols, pass.element.stats,
             [&](int64_t block, StepStats* stats) {
               auto* u = static_cast<float*>(ThreadScratch(ScratchUse::kRows, cols * sizeof(float)));
               ElementWorker worker(pass.element);
@@ -43,7 +44,7 @@ void RunFused(ThreadPool* pool, const RowWisePass& pass) {
                 ForSegments(0, cols, [&](int64_t i, int64_t n) {
                   squares += worker.Run(row * cols + i, n, u + i, stats);
                 });
-                const double factor = NormFactor(squares, pass.length);
+                const double factor = NormFactor(squares, pass.vectors.length);
                 ForSegments(0, cols, [&](int64_t i, int64_t n) {
                   kernels.scale_wide(factor, u + i, u + i, n);
                   DeliverSegment(pass.element.delivery, row * cols + i, n, u + i, stats);
@@ -54,7 +55,7 @@ void RunFused(ThreadPool* pool, const RowWisePass& pass) {
 
 // o = u * length / |row| or |column|, in place.
 void NormaliseRows(ThreadPool* pool, int64_t rows, int64_t cols, double length, float* u) {
-  pool->ParallelFor(CeilDiv(rows, RowsOfBlock(cols)), [&](int64_t block) {
+  ForIndices(pool, CeilDiv(rows, RowsOfBlock(cols)), rows * cols, [&](int64_t block) {
     const int64_t begin = block * RowsOfBlock(cols),
                   end = std::min(rows, begin + RowsOfBlock(cols));
     for (int64_t row = begin; row < end; ++row) {
@@ -67,14 +68,14 @@ void NormaliseRows(ThreadPool* pool, int64_t rows, int64_t cols, double length, 
 void NormaliseColumns(ThreadPool* pool, int64_t rows, int64_t cols, double length, float* u,
                       double* factors) {
   const SegmentKernels& kernels = BestSegmentKernels();
-  pool->ParallelFor(CeilDiv(cols, kColumnBlock), [&](int64_t block) {
+  ForIndices(pool, CeilDiv(cols, kColumnBlock), rows * cols, [&](int64_t block) {
     const int64_t col = block * kColumnBlock, n = std::min(kColumnBlock, cols - col);
     std::fill_n(factors + col, n, 0.0);
     for (int64_t row = 0; row < rows; ++row)
       kernels.add_squares(u + row * cols + col, factors + col, n);
     for (int64_t j = col; j < col + n; ++j) factors[j] = NormFactor(factors[j], length);
   });
-  pool->ParallelFor(CeilDiv(rows, RowsOfBlock(cols)), [&](int64_t block) {
+  ForIndices(pool, CeilDiv(rows, RowsOfBlock(cols)), rows * cols, [&](int64_t block) {
     const int64_t begin = block * RowsOfBlock(cols),
                   end = std::min(rows, begin + RowsOfBlock(cols));
     for (int64_t row = begin; row < end; ++row)
@@ -87,7 +88,7 @@ void ApplyGram(ThreadPool* pool, const float* o, int64_t rows, int64_t cols, dou
                double* parts) {
   const SegmentKernels& kernels = BestSegmentKernels();
   const int64_t block_rows = CeilDiv(rows, kSpectralBlocks), blocks = CeilDiv(rows, block_rows);
-  pool->ParallelFor(blocks, [&](int64_t block) {
+  ForIndices(pool, blocks, rows * cols, [&](int64_t block) {
     double* part = parts + block * cols;
     std::fill_n(part, cols, 0.0);
     const int64_t begin = block * block_rows, end = std::min(rows, begin + block_rows);
@@ -130,38 +131,44 @@ double SpectralNorm(ThreadPool* pool, const float* o, int64_t rows, int64_t cols
 }
 
 void RunInWorkspace(ThreadPool* pool, const RowWisePass& pass) {
-  const int64_t rows = pass.element.gradient->rows(), cols = pass.element.gradient->cols();
-  float* o = pass.element.direction;
-  StepStats* stats = pass.element.stats;
   ElementPass momentum = pass.element;
-  momentum.deliver = false;
+  momentum.direction = pass.vectors.u;
   CpuRun(pool, momentum);
-
-  if (pass.by_columns) {
-    NormaliseColumns(pool, rows, cols, pass.length, o, pass.scratch);
-  } else {
-    NormaliseRows(pool, rows, cols, pass.length, o);
-  }
-  if (pass.measure_spectral || pass.spectral_max > 0) {
-    stats->spectral_norm = SpectralNorm(pool, o, rows, cols, pass.scratch);
-    if (pass.spectral_max > 0 && stats->spectral_norm > pass.spectral_max) {
-      const double cap = pass.spectral_max / stats->spectral_norm;
-      pool->ParallelFor(rows, [&](int64_t row) {
-        BestSegmentKernels().scale_wide(cap, o + row * cols, o + row * cols, cols);
-      });
-      stats->spectral_norm = pass.spectral_max;
-    }
-  }
-  CpuRun(pool,
-         DeliverPass{
-             {o, DType::kFp32, rows, cols, 1}, rows, cols, false, pass.element.delivery, stats});
+  CpuRun(pool, pass.vectors);
+  DeliverPass deliver;
+  deliver.rows = pass.vectors.rows;
+  deliver.cols = deliver.stride = pass.vectors.cols;
+  deliver.x = {pass.vectors.u, DType::kFp32, deliver.rows, deliver.cols, 1};
+  deliver.delivery = pass.element.delivery;
+  deliver.stats = pass.element.stats;
+  CpuRun(pool, deliver);
 }
 
 }  // namespace
 
-void RunRowWise(ThreadPool* pool, const RowWisePass& pass) {
-  if (pass.by_columns || pass.measure_spectral || pass.spectral_max > 0 ||
-      pass.element.gradient->cols() > kMaxFusedCols) {
+void CpuRun(ThreadPool* pool, const VectorPass& pass) {
+  const int64_t rows = pass.rows, cols = pass.cols;
+  if (pass.by_columns) {
+    NormaliseColumns(pool, rows, cols, pass.length, pass.u, pass.scratch);
+  } else {
+    NormaliseRows(pool, rows, cols, pass.length, pass.u);
+  }
+  if (!pass.measure_spectral && !(pass.spectral_max > 0)) return;
+  double norm = SpectralNorm(pool, pass.u, rows, cols, pass.scratch);
+  if (pass.spectral_max > 0 && norm > pass.spectral_max) {
+    const double cap = pass.spectral_max / norm;
+    ForIndices(pool, rows, rows * cols, [&](int64_t row) {
+      BestSegmentKernels().scale_wide(cap, pass.u + row * cols, pass.u + row * cols, cols);
+    });
+    norm = pass.spectral_max;
+  }
+  pass.stats->spectral_norm = norm;
+}
+
+void CpuRun(ThreadPool* pool, const RowWisePass& pass) {
+  const VectorPass& vectors = pass.vectors;
+  if (vectors.by_columns || vectors.measure_spectral || vectors.spectral_max > 0 ||
+      vectors.cols > kMaxFusedCols) {
     RunInWorkspace(pool, pass);
   } else {
     RunFused(pool, pass);

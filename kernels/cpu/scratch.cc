@@ -16,7 +16,7 @@ struct Piece {
 }  // namespace
 
 void* ThreadScratch(ScratchUse use, int64_t bytes) {
-  thread_local Piece pieces[3];
+  thread_local Piece pieces[4];
   Piece& piece = pieces[static_cast<int>(use)];
   if (piece.bytes < bytes) {
     ::operator delete(piece.data, kAlignment);

@@ -23,6 +23,7 @@ struct SegmentCoefficients {
 struct SegmentSums {
   double sum_squares;
   int64_t nonfinite;
+  float max_abs;  // of momentum's direction and of sums only
 };
 
 // In all: n >= 0 elements (at most kSegment where they are counted), no alignment needed, sums are
@@ -41,12 +42,14 @@ struct SegmentKernels {
   // out = bf16(alpha x + beta y), y in bf16, or bf16(alpha x) where y is null
   void (*round_bf16)(float alpha, const float* x, float beta, const uint16_t* y, uint16_t* out,
                      int64_t n);
-  // Sum of squares and number of non-finite elements.
+  // Sum of squares, number of non-finite elements, largest absolute value.
   void (*sums)(const float* x, int64_t n, SegmentSums* sums);
   // Number of values whose exponent bits (the mask) are all set.
   int64_t (*count_exponent16)(const uint16_t* x, uint16_t mask, int64_t n);
-  // sums += squares of x, element by element
+  // sums += squares of x, element by element;  sums += |x|;  the sum of |x|
   void (*add_squares)(const float* x, double* sums, int64_t n);
+  void (*add_abs)(const float* x, double* sums, int64_t n);
+  double (*sum_abs)(const float* x, int64_t n);
   // <x, v>;  sum += c x
   double (*dot_wide)(const float* x, const double* v, int64_t n);
   void (*add_scaled_wide)(double c, const float* x, double* sum, int64_t n);

@@ -6,7 +6,8 @@ namespace stiefel {
 namespace {
 
 ElementCoefficients Momentum(const Rule& rule, double beta, double commits) {
-  const bool ema = rule.momentum != MomentumKind::kHeavyBall;
+  const bool ema =
+      rule.momentum == MomentumKind::kEma || rule.momentum == MomentumKind::kEmaBiasCorrected;
   const double gain = ema ? 1 - beta : 1;
   double u_momentum = rule.nesterov ? beta : 1;
   double u_gradient = rule.nesterov ? gain : 0;
@@ -19,7 +20,7 @@ ElementCoefficients Momentum(const Rule& rule, double beta, double commits) {
   }
   ElementCoefficients k;
   k.rule = ElementRule::kMomentum;
-  k.m_keep = static_cast<float>(beta);
+  k.m_keep = rule.momentum == MomentumKind::kAccumulate ? 1 : static_cast<float>(beta);
   k.m_gain = static_cast<float>(gain);
   k.u_momentum = static_cast<float>(u_momentum);
   k.u_gradient = static_cast<float>(u_gradient);
@@ -35,6 +36,12 @@ ElementCoefficients CoefficientsOf(const Rule& rule, const StepArgs& args) {
     case RuleFamily::kSpectral:
     case RuleFamily::kSgd:
       return Momentum(rule, args.beta.value_or(rule.beta), commits);
+    case RuleFamily::kPolora: {
+      const double beta1 = args.beta.value_or(rule.beta1);
+      k.m_keep = k.u_momentum = static_cast<float>(beta1);
+      k.m_gain = k.u_gradient = static_cast<float>(1 - beta1);
+      return k;
+    }
     case RuleFamily::kLion: {
       const double beta1 = args.beta.value_or(rule.beta1);
       k.rule = ElementRule::kLion;

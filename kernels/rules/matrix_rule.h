@@ -36,15 +36,14 @@ struct StepArgs {
       beta;  // replaces the momentum coefficient: beta, or beta1 of adamw and lion
 };
 
-// A buffer of the rule's state: fp32, rows x cols, all zero before the first step.
-struct StateSpec {
-  std::string name;
-  int64_t elements = 0;
-};
-
 struct StepBuffers {
-  std::vector<const float*> state;   // in the order of State()
-  std::vector<float*> staged_state;  // likewise; empty for staging=lazy; must not overlap `state`
+  std::vector<const float*> state;  // in the order of State()
+  // Likewise; must not overlap `state`. With staging=lazy the element-wise ones are null; the
+  // others are always given.
+  std::vector<float*> staged_state;
+  // polora: the other factor as it is before this step, with its state. Read only.
+  const float* partner_weights = nullptr;
+  std::vector<const float*> partner_state;
   // DELTA mode: -lr s O, without weight decay.
   void* delta = nullptr;
   DType delta_dtype = DType::kFp32;
@@ -72,17 +71,24 @@ struct StepResult {
 // Immutable; its methods may run concurrently, each call with its own stream, workspace and result.
 class MatrixRule {
  public:
-  // Errors: those of ValidateRule; INVALID_ARGUMENT for a compute type that the backend cannot do.
-  // The backend must outlive the rule.
-  static absl::StatusOr<std::unique_ptr<MatrixRule>> Create(const Rule& rule, int64_t rows,
-                                                            int64_t cols, Backend* backend);
+  // Errors: those of ValidateRule; INVALID_ARGUMENT for a compute type that the backend cannot do,
+  // and for a polora rule without `partner`, the shape of the other factor. The backend must
+  // outlive the rule.
+  static absl::StatusOr<std::unique_ptr<MatrixRule>> Create(
+      const Rule& rule, int64_t rows, int64_t cols, Backend* backend,
+      std::optional<std::pair<int64_t, int64_t>> partner = std::nullopt);
   virtual ~MatrixRule() = default;
 
-  virtual const std::vector<StateSpec>& State() const = 0;
+  virtual const std::vector<StateBuffer>& State() const = 0;  // RuleState of the plan
   // Bytes that Compute needs for any step, allocated by the caller and free for others afterwards.
   virtual int64_t WorkspaceBytes() const = 0;
   // What a refresh really runs, for status: "newton-schulz gram fp32", "element-wise fp32".
   virtual const std::string& Method() const = 0;
+  // The same with the reason: per kind of unit (split, tile) its shape, the form and precision, and
+  // the flops of both forms. Lines of text for people.
+  virtual std::string Explain() const = 0;
+  // Cost of a step of this kind in the units of plan/cost.h.
+  virtual double CostUnits(StepKind kind) const = 0;
 
   // Enqueues one step. `result` is filled, and the outputs are valid, when the stream is done;
   // everything passed by pointer must live until then; `gradient` (but not the data of its pieces)
@@ -94,8 +100,9 @@ class MatrixRule {
                                const StepBuffers& buffers, DeviceBuffer* workspace,
                                StepResult* result) = 0;
 
-  // Lazy commit: takes the gradient of the decided step into `state` in place, by the arithmetic of
-  // Compute.
+  // Lazy commit: takes the gradient of the decided step into the element-wise buffers of `state` in
+  // place, by the arithmetic of Compute. The small buffers have been swapped in before and are only
+  // read (`selected` says what to damp).
   virtual absl::Status Absorb(Stream* stream, const GradientView& gradient, const StepArgs& args,
                               const std::vector<float*>& state) = 0;
 };
