@@ -2,8 +2,12 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "kernels/rules/elementwise_rule.h"
+#include "kernels/rules/polora_rule.h"
+#include "kernels/rules/polora_rule.h"
 #include "kernels/rules/spectral_rule.h"
 #include "kernels/rules/split_rule.h"
 
@@ -28,7 +32,12 @@ absl::StatusOr<std::unique_ptr<MatrixRule>> MatrixRule::Create(
     case RuleFamily::kSpectral:
       return MakeSpectralRule(rule, rows, cols, backend->Info());
     case RuleFamily::kPolora:
-      break;
+      if (!partner.has_value()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("polora: a factor of ", rows, " x ", cols,
+                         " without its partner; the pair must be registered together"));
+      }
+      return MakePoloraRule(rule, rows, cols, *partner, backend);
     case RuleFamily::kAdamw:
     case RuleFamily::kLion:
     case RuleFamily::kSgd:

@@ -7,15 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
-#if __has_include("kernels/rules/shaping.h")
 #include "kernels/rules/shaping.h"
-#else
-namespace stiefel {
-int64_t ShapingWorkspaceBytes(const Rule&, int64_t, int64_t) { return 0; }
-void EnqueueLeadingDirections(Stream*, const Rule&, const float*, int64_t, int64_t, const float*, float*, void*) {}
-void EnqueueShaping(Stream*, const Rule&, double, const MatrixView&, bool, int64_t, int64_t, void*) {}
-}
-#endif
 
 namespace stiefel {
 namespace {
