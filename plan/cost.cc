@@ -1,6 +1,7 @@
 #include "plan/cost.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 namespace stiefel {
@@ -9,6 +10,8 @@ namespace {
 constexpr double kElementFlops = 8;
 constexpr double kStateReadAndWrite = 8;      // fp32 in and out.
 constexpr double kDirectionReadAndWrite = 8;  // fp32, between the momentum pass and the scale pass.
+constexpr double kReadFp32 = 4;
+constexpr double kPowerIterationPasses = 10;
 
 // Share of the standard form's operations that the Gram form must not exceed to be chosen.
 constexpr double kGramShare = 0.9;
@@ -21,6 +24,59 @@ int64_t LongestRun(int64_t steps, const std::vector<int64_t>& restarts) {
     from = restart;
   }
   return std::max(longest, steps - from);
+}
+
+double UnitFlops(const Rule& rule, int64_t rows, int64_t cols) {
+  const FormChoice choice = ChooseForm(rule, rows, cols, rule.compute == ComputeType::kBf16);
+  return choice.form == PolarForm::kGram ? choice.gram_flops : choice.standard_flops;
+}
+
+// Of a rows x cols matrix in tile x tile pieces: whole ones, and what is left at the edges.
+double TiledFlops(const Rule& rule, int64_t rows, int64_t cols, int64_t tile) {
+  const int64_t down = rows / tile, across = cols / tile;
+  const int64_t bottom = rows % tile, right = cols % tile;
+  double flops = 0;
+  const auto add = [&](int64_t count, int64_t tile_rows, int64_t tile_cols) {
+    if (count == 0 || tile_rows == 0 || tile_cols == 0) return;
+    flops += static_cast<double>(count) * UnitFlops(rule, tile_rows, tile_cols);
+  };
+  add(down * across, tile, tile);
+  add(across, bottom, tile);
+  add(down, tile, right);
+  add(1, bottom, right);
+  return flops;
+}
+
+double ShapingFlops(const Rule& rule, int64_t rows, int64_t cols) {
+  const auto m = static_cast<double>(std::min(rows, cols));
+  const auto n = static_cast<double>(std::max(rows, cols));
+  const auto k = static_cast<double>(ShapedDirections(rule, std::min(rows, cols)));
+  const double apply = 4 * k * m * n;
+  return kSubspaceRounds * (apply + 2 * k * k * (m + n)) + apply;
+}
+
+// Of a split, or of the selected part of a matrix.
+double SplitFlops(const Rule& rule, int64_t rows, int64_t cols, StepKind kind) {
+  const int64_t tile = TileAtStep(rule, rows, cols, std::numeric_limits<int64_t>::max(), kind);
+  if (tile > 0) return TiledFlops(rule, rows, cols, tile);
+  const bool shaped = rule.gain != 1 && kind == StepKind::kRefresh;
+  return UnitFlops(rule, rows, cols) + (shaped ? ShapingFlops(rule, rows, cols) : 0);
+}
+
+double PoloraFlops(const Rule& rule, int64_t rows, int64_t cols) {
+  const auto r = static_cast<double>(std::min(rows, cols));
+  const auto d = static_cast<double>(std::max(rows, cols));
+  return UnitFlops(rule, rows, cols) + kPoloraProducts * r * r * d + kPoloraSmall * r * r * r;
+}
+
+// The kind of step that this really is: without a period every step is a refresh.
+StepKind Kind(const Rule& rule, StepKind kind) {
+  return rule.period == 1 ? StepKind::kRefresh : kind;
+}
+
+bool Orthogonalises(const Rule& rule, StepKind kind) {
+  return rule.family == RuleFamily::kSpectral &&
+         (kind == StepKind::kRefresh || rule.off_refresh == OffRefresh::kTiled);
 }
 
 }  // namespace
@@ -63,23 +119,47 @@ FormChoice ChooseForm(const Rule& rule, int64_t rows, int64_t cols, bool low_pre
   return choice;
 }
 
-Cost StepCost(const PlanMatrix& matrix, StepKind kind) {
+double ProductFlops(const Rule& rule, int64_t rows, int64_t cols, StepKind asked) {
+  const StepKind kind = Kind(rule, asked);
+  if (rule.family == RuleFamily::kPolora) return PoloraFlops(rule, rows, cols);
+  if (!Orthogonalises(rule, kind)) return 0;
+  if (rule.select_fraction < 1) {
+    return SelectsColumns(rule, rows, cols)
+               ? SplitFlops(rule, rows, SelectedVectors(rule, cols), kind)
+               : SplitFlops(rule, SelectedVectors(rule, rows), cols, kind);
+  }
+  double flops = 0;
+  for (int64_t split : SplitRows(rule, rows)) flops += SplitFlops(rule, split, cols, kind);
+  return flops;
+}
+
+Cost StepCost(const PlanMatrix& matrix, StepKind asked) {
+  const Rule& rule = matrix.rule;
+  const StepKind kind = Kind(rule, asked);
   const double elements = static_cast<double>(matrix.rows) * static_cast<double>(matrix.cols);
   double state = 0;
-  for (const StateBuffer& buffer : RuleState(matrix.rule, matrix.rows, matrix.cols)) {
+  for (const StateBuffer& buffer : RuleState(rule, matrix.rows, matrix.cols)) {
     state += static_cast<double>(buffer.rows) * static_cast<double>(buffer.cols);
   }
+  const auto push = static_cast<double>(DTypeSize(matrix.push_dtype));
+  const auto pull = static_cast<double>(DTypeSize(matrix.pull_dtype));
   Cost cost;
-  cost.flops = kElementFlops * elements;
-  cost.bytes = elements * (static_cast<double>(DTypeSize(matrix.push_dtype)) +
-                           static_cast<double>(DTypeSize(matrix.pull_dtype))) +
-               kStateReadAndWrite * state;
-  const bool spectral = matrix.rule.family == RuleFamily::kSpectral;
-  if (spectral && (kind == StepKind::kRefresh || matrix.rule.period == 1)) {
-    const FormChoice choice = ChooseForm(matrix.rule, matrix.rows, matrix.cols,
-                                         matrix.rule.compute == ComputeType::kBf16);
-    cost.flops += choice.form == PolarForm::kGram ? choice.gram_flops : choice.standard_flops;
-    cost.bytes += elements * kDirectionReadAndWrite;
+  cost.flops = kElementFlops * elements + ProductFlops(rule, matrix.rows, matrix.cols, kind);
+  cost.bytes = elements * (push + pull) + kStateReadAndWrite * state;
+  if (rule.family == RuleFamily::kPolora) {
+    cost.bytes += elements * (push + kStateReadAndWrite + kDirectionReadAndWrite);
+  }
+  if (rule.family != RuleFamily::kSpectral) return cost;
+  const bool orthogonalises = Orthogonalises(rule, kind);
+  const bool selects = rule.select_fraction < 1;
+  if (orthogonalises || selects) cost.bytes += elements * kDirectionReadAndWrite;
+  if (selects) cost.bytes += elements * kReadFp32;  // the norms
+  if (orthogonalises && rule.row_variance_beta2.has_value()) {
+    cost.bytes += elements * rule.select_fraction * kReadFp32;
+  }
+  if (!orthogonalises && rule.row_spectral_max > 0) {
+    cost.flops += kPowerIterationPasses * 2 * elements;
+    cost.bytes += kPowerIterationPasses * elements * kReadFp32;
   }
   return cost;
 }

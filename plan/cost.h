@@ -7,15 +7,16 @@
 #include "plan/matrix.h"
 #include "plan/rule.h"
 
-// What a rule costs: floating-point operations and bytes of memory traffic, by the formulas of
-// RULES.md section 2. m is the short side of the matrix, n the long one, alpha = n / m; a
-// multiply-add counts as two operations.
+// What a rule costs: floating-point operations and bytes of memory traffic. m is the short side of
+// what is orthogonalised at once (matrix, split, selected rows, tile), n the long one, alpha = n /
+// m; a multiply-add counts as two operations.
 //
-//   form      general products                             symmetric products (half of X X^T and of
-//   m x m products) standard  T (4 alpha + 2) m^3                          T (3 alpha + 1) m^3 Gram
-//   (8 T + 4 alpha - 6 + r (4 alpha - 6)) m^3    (4 T + 3 alpha - 3 + r 3 (alpha - 1)) m^3
-//
-// with T iterations and r restarts of the Gram form.
+// Newton-Schulz, by RULES.md section 2, with T iterations and r restarts of the Gram form, in m^3:
+//   form      general products                         symmetric products (half of X X^T and of
+//                                                      m x m products)
+//   standard  T (4 alpha + 2)                          T (3 alpha + 1)
+//   Gram      8 T + 4 alpha - 6 + r (4 alpha - 6)      4 T + 3 alpha - 3 + r 3 (alpha - 1)
+// AOL is as dear: it reuses the first Gram matrix.
 
 namespace stiefel {
 
@@ -65,10 +66,27 @@ struct Cost {
   }
 };
 
-// Cost of one step of this kind. Per element every step reads the gradient, reads and writes each
-// state buffer and writes the payload; a refresh also writes and reads the direction in fp32.
-// Symmetric products count half. Per-element arithmetic counts 8 operations. A rule without a
-// period costs a refresh at either kind. REQUIRES: a valid rule for the matrix.
+// Operations that a step of this kind spends on matrix products, symmetric ones counted half; 0 for
+// a row-wise step and for element-wise rules. The sum over splits, and over the tiles of each
+// (those at the edges as small as they are); of a tile schedule the last size counts. With
+// selection, of the selected part alone. Shaping adds an estimate of its subspace iteration,
+// kSubspaceRounds rounds of 4 k m n + 2 k^2 (m + n), and 4 k m n to apply. polora, on one factor:
+// Newton-Schulz, and kPoloraProducts r^2 d for the preconditioners, spectral norms and variance of
+// an r x d or d x r factor, and kPoloraSmall r^3 for roots of r x r matrices. REQUIRES: a valid
+// rule for the shape.
+double ProductFlops(const Rule& rule, int64_t rows, int64_t cols, StepKind kind);
+
+// Subspace iterations from the last refresh's directions to a residual of 1e-6: an estimate.
+inline constexpr int64_t kSubspaceRounds = 10;
+inline constexpr int64_t kPoloraProducts = 14;
+inline constexpr int64_t kPoloraSmall = 60;
+
+// Cost of one step of this kind: ProductFlops and passes over the elements. Every step reads the
+// gradient, reads and writes each state buffer and writes the payload, at 8 operations an element;
+// what orthogonalises, or selects rows, also writes and reads the direction in fp32; row variance
+// reads the update once more; row_spectral_max makes ten passes over it; polora reads and writes
+// the weights and reads the gradient twice. A rule without a period costs a refresh at either kind.
+// REQUIRES: a valid rule for the matrix.
 Cost StepCost(const PlanMatrix& matrix, StepKind kind);
 
 // Longest cycle of steps that is looked at whole.

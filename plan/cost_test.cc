@@ -105,6 +105,72 @@ TEST(StepCost, RowWiseStepsCostOnlyThePass) {
   EXPECT_EQ(StepCost(adamw, StepKind::kRefresh).bytes, (2 + 2 + 16) * elements);
 }
 
+double Products(const char* preset, int64_t rows, int64_t cols,
+                const std::vector<std::pair<const char*, const char*>>& settings = {},
+                StepKind kind = StepKind::kRefresh) {
+  Rule rule = *PresetRule(preset);
+  for (const auto& [key, value] : settings) EXPECT_TRUE(SetOption(rule, key, value).ok()) << key;
+  EXPECT_TRUE(ValidateRule(rule, rows, cols).ok()) << ValidateRule(rule, rows, cols);
+  return ProductFlops(rule, rows, cols, kind);
+}
+
+TEST(ProductFlops, SplitsAreMatricesOfTheirOwn) {
+  const double three = Products("cmuon", 300, 200, {{"splits", "50,100,150"}});
+  EXPECT_EQ(three,
+            Products("muon", 50, 200) + Products("muon", 100, 200) + Products("muon", 150, 200));
+  EXPECT_EQ(Products("cmuon", 300, 200, {{"num_heads", "6"}}), 6 * Products("muon", 50, 200));
+  EXPECT_EQ(Products("cmuon", 300, 200, {{"splits", "300"}}), Products("muon", 300, 200));
+}
+
+TEST(ProductFlops, TilesAreAsSmallAsTheyAreAtTheEdges) {
+  const double tiles = Products("himuon", 130, 200, {{"tile", "64"}});
+  EXPECT_EQ(tiles, 6 * Products("himuon", 64, 64) + 2 * Products("himuon", 64, 8) +
+                       3 * Products("himuon", 2, 64) + Products("himuon", 2, 8));
+  EXPECT_EQ(Products("himuon", 128, 192, {{"tile", "64"}}), 6 * Products("himuon", 64, 64));
+  EXPECT_EQ(Products("himuon", 130, 200, {{"tile", "1000"}}), Products("himuon", 130, 200));
+  EXPECT_EQ(Products("himuon", 130, 200, {{"tile", "64,100:none"}}),
+            Products("himuon", 130, 200, {{"tile", "none"}, {"scale_of", "full"}}));
+  // MuonBP: whole at refreshes, tiles in between; row-wise steps have no products.
+  const std::vector<std::pair<const char*, const char*>> tile = {{"tile", "64"}};
+  EXPECT_EQ(Products("muonbp", 130, 200, tile), Products("muon", 130, 200));
+  EXPECT_EQ(Products("muonbp", 130, 200, tile, StepKind::kOffRefresh), tiles);
+  EXPECT_EQ(Products("periodic_rowwise_muon", 130, 200, {}, StepKind::kOffRefresh), 0);
+}
+
+TEST(ProductFlops, SelectionPaysForWhatItSelects) {
+  const std::vector<std::pair<const char*, const char*>> all = {{"select_fraction", "1"},
+                                                                {"damping", "1"}};
+  EXPECT_EQ(Products("dion2", 400, 300), Products("dion2", 100, 300, all));
+  EXPECT_EQ(Products("dion2", 401, 300), Products("dion2", 101, 300, all));
+  EXPECT_EQ(Products("dion2", 400, 300, {{"select_axis", "short"}}),
+            Products("dion2", 400, 75, all));
+  EXPECT_EQ(Products("dion3", 400, 300), Products("dion2", 400, 300));
+}
+
+TEST(ProductFlops, OfTheOtherMethods) {
+  EXPECT_EQ(Products("turbo_muon", 300, 300), Products("muon", 300, 300, {{"steps", "4"}}));
+  EXPECT_EQ(Products("normuon", 300, 200), Products("muon", 300, 200));
+  EXPECT_EQ(Products("samuon", 300, 200, {{"gain", "1"}}), Products("muon", 300, 200));
+  // One direction costs some passes, not another Newton-Schulz.
+  const double lite = Products("samuon_lite", 300, 200), muon = Products("muon", 300, 200);
+  EXPECT_EQ(lite - muon, 44. * 300 * 200 + 20. * 500);
+  EXPECT_GT(Products("polora", 16, 2000), Products("muon", 16, 2000));
+  EXPECT_EQ(Products("adamw", 300, 200), 0);
+}
+
+TEST(StepCost, BytesOfTheExtraPasses) {
+  const double elements = 128.0 * 256.0;
+  const double muon = StepCost(Matrix(128, 256, "muon"), StepKind::kRefresh).bytes;
+  const double normuon = StepCost(Matrix(128, 256, "normuon"), StepKind::kRefresh).bytes;
+  EXPECT_EQ(normuon - muon, 4 * elements + 8 * 128);  // reads O again; v in and out
+  const double dion2 = StepCost(Matrix(128, 256, "dion2"), StepKind::kRefresh).bytes;
+  EXPECT_EQ(dion2 - muon, 4 * elements + 8 * 128);  // the norms of U; which were selected
+  PlanMatrix capped = Matrix(128, 256, "periodic_rowwise_muon");
+  const double free = StepCost(capped, StepKind::kOffRefresh).bytes;
+  capped.rule.row_spectral_max = 2;
+  EXPECT_EQ(StepCost(capped, StepKind::kOffRefresh).bytes - free, 40 * elements);
+}
+
 TEST(CycleSteps, LeastCommonMultipleUpToALimit) {
   std::vector<PlanMatrix> matrices;
   EXPECT_EQ(CycleSteps(matrices), 1);

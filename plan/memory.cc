@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/checked_math.h"
@@ -13,9 +14,96 @@ namespace {
 
 constexpr int64_t kFp32Bytes = 4;
 constexpr int64_t kFp64Bytes = 8;
-constexpr int64_t kFigureBytes = 1024;
+constexpr int64_t kFigureBytes = 2048;     // of a matrix or split, with what alignment takes
+constexpr int64_t kVectorBytes = 24;       // of a row and a column: norms, places, factors
+constexpr int64_t kTileFigureBytes = 128;  // of a tile
 constexpr int64_t kRowWiseBlocks = 16;
+constexpr int64_t kMaxLanes = 16;           // splits under way at once, where they are small:
+constexpr int64_t kMaxLaneBytes = 2 << 20;  // with no more workspace than this
 constexpr int64_t kMaxBytes = std::numeric_limits<int64_t>::max();
+
+// Bytes as sums and products that stay at the largest int64 instead of wrapping round.
+class Bytes {
+ public:
+  Bytes(int64_t value) : value_(value) {}  // NOLINT: numbers are bytes
+  Bytes operator+(Bytes other) const { return SaturatingAdd(value_, other.value_); }
+  Bytes operator*(Bytes other) const { return SaturatingMul(value_, other.value_); }
+  bool operator<(Bytes other) const { return value_ < other.value_; }
+  int64_t value() const { return value_; }
+
+ private:
+  int64_t value_;
+};
+
+// The iterate and what the iterations need beside it and the direction: products in fp32, or a
+// device's own kernels in bf16, whose operands are padded to multiples of 32.
+Bytes PolarBytes(const Rule& rule, int64_t rows, int64_t cols) {
+  const int64_t m = std::min(rows, cols), n = std::max(rows, cols);
+  const Bytes elements = Bytes(m) * n;
+  const Bytes products = elements * kFp32Bytes + Bytes(m) * m * (5 * kFp32Bytes);
+  if (rule.compute != ComputeType::kAuto && rule.compute != ComputeType::kBf16) return products;
+  const int64_t padded_m = (m + 31) / 32 * 32, padded_n = (n + 31) / 32 * 32;
+  const Bytes own = elements * 4 + Bytes(padded_m) * padded_n * 8 +
+                    Bytes(padded_m) * padded_m * 16 + Bytes(padded_m) * 8;
+  return std::max(products, own);
+}
+
+Bytes ShapingBytes(const Rule& rule, int64_t rows, int64_t cols) {
+  const int64_t m = std::min(rows, cols), n = std::max(rows, cols);
+  const int64_t k = ShapedDirections(rule, m);
+  const int64_t some_more = k + k / 2 + 8;
+  const Bytes b = m <= 64 || 2 * some_more > m ? m : some_more;  // vectors of the subspace
+  return Bytes(k) * (Bytes(m) + n) * kFp32Bytes + b * (Bytes(5) * m + Bytes(2) * n + b * 5) * 4 +
+         b * kFp64Bytes;
+}
+
+Bytes TileBytes(const Rule& rule, int64_t rows, int64_t cols, int64_t tile) {
+  const int64_t tile_rows = std::min(rows, tile), tile_cols = std::min(cols, tile);
+  const Bytes down = (rows + tile_rows - 1) / tile_rows,
+              across = (cols + tile_cols - 1) / tile_cols;
+  const Bytes each = Bytes(tile_rows) * tile_cols * kFp32Bytes +
+                     PolarBytes(rule, tile_rows, tile_cols) + kFigureBytes / 2;
+  const int64_t lanes =
+      std::clamp<int64_t>(SaturatingMul(rows / tile_rows, cols / tile_cols) / 4, 1, kMaxLanes);
+  return down * across * kTileFigureBytes + each * lanes;
+}
+
+// Of a spectral rule on one split.
+Bytes SplitBytes(const Rule& rule, int64_t rows, int64_t cols) {
+  const bool columns = SelectsColumns(rule, rows, cols);
+  const int64_t unit_rows = columns ? rows : SelectedVectors(rule, rows);
+  const int64_t unit_cols = columns ? SelectedVectors(rule, cols) : cols;
+  Bytes work = PolarBytes(rule, unit_rows, unit_cols);
+  if (rule.gain != 1) work = work + ShapingBytes(rule, rows, cols);
+  const Bytes row_wise = Bytes(1 + std::min(unit_rows, kRowWiseBlocks)) * unit_cols * kFp64Bytes +
+                         Bytes(unit_rows) * unit_cols * kFp32Bytes;
+  work = std::max(work, row_wise);
+  for (const TileFrom& from : rule.tiles) {
+    if (from.tile > 0 && Bytes(from.tile) * from.tile < Bytes(rows) * cols) {
+      work = std::max(work, TileBytes(rule, rows, cols, from.tile));
+    }
+  }
+  const Bytes direction = Bytes(rows) * cols * kFp32Bytes;
+  return Bytes(kFigureBytes) + (Bytes(rows) + cols) * kVectorBytes + direction + work;
+}
+
+Bytes SpectralBytes(const Rule& rule, int64_t rows, int64_t cols) {
+  const std::vector<int64_t> splits = SplitRows(rule, rows);
+  Bytes largest = 0;
+  for (int64_t split : splits) largest = std::max(largest, SplitBytes(rule, split, cols));
+  if (splits.size() == 1) return largest;
+  const Bytes lanes = std::min<int64_t>(kMaxLanes, static_cast<int64_t>(splits.size()));
+  return Bytes(kFigureBytes) + Bytes(static_cast<int64_t>(splits.size())) * kTileFigureBytes +
+         std::max(largest, lanes * std::min(largest, Bytes(kMaxLaneBytes)));
+}
+
+// Both factors once or twice in fp32 along the way, and r x r matrices in fp64.
+Bytes PoloraBytes(const Rule& rule, int64_t rows, int64_t cols, int64_t partner_elements) {
+  const int64_t r = std::min(rows, cols);
+  return Bytes(kFigureBytes) + Bytes(rows) * cols * (6 * kFp32Bytes) +
+         Bytes(partner_elements) * (2 * kFp32Bytes) + Bytes(r) * r * (8 * kFp64Bytes) +
+         PolarBytes(rule, rows, cols);
+}
 
 }  // namespace
 
@@ -31,24 +119,31 @@ absl::StatusOr<Staging> ParseStaging(absl::string_view name) {
       absl::StrCat("staging '", name, "' is not known: it is double or lazy"));
 }
 
-int64_t WorkspaceBytes(const Rule& rule, int64_t rows, int64_t cols) {
-  if (rule.family != RuleFamily::kSpectral) return kFigureBytes;
-  const int64_t m = std::min(rows, cols);
-  const int64_t refresh = kFp32Bytes * (rows * cols + 5 * m * m);
-  const int64_t row_wise = kFp64Bytes * (1 + std::min(rows, kRowWiseBlocks)) * cols;
-  return kFigureBytes + kFp32Bytes * rows * cols + std::max(refresh, row_wise);
+int64_t WorkspaceBytes(const Rule& rule, int64_t rows, int64_t cols, int64_t partner_elements) {
+  switch (rule.family) {
+    case RuleFamily::kSpectral:
+      return SpectralBytes(rule, rows, cols).value();
+    case RuleFamily::kPolora:
+      return PoloraBytes(rule, rows, cols, partner_elements).value();
+    default:
+      return kFigureBytes;
+  }
 }
 
 absl::StatusOr<MatrixBytes> BytesOfMatrix(const PlanMatrix& matrix, int64_t declared_push_elements,
                                           const MemoryOptions& options) {
   int64_t elements = 0, bound = 0;
   MatrixBytes bytes;
-  // The parts add up to less than 28 (workspace) + 8 per state buffer + 16 bytes an element, and no
-  // rule has more than five buffers.
+  // Everything but the workspace and the push adds up to less than 16 bytes an element and 8 for
+  // each state buffer, of which no rule has more than five.
   if (!CheckedMatrixBytes(matrix.rows, matrix.cols, 1, &elements) ||
-      !CheckedMul(elements, 84, &bound) ||
+      !CheckedMul(elements, 56, &bound) ||
       !CheckedMul(declared_push_elements, DTypeSize(matrix.push_dtype), &bytes.push) ||
-      !CheckedAdd(bound, kFigureBytes, &bound) || !CheckedAdd(bound, bytes.push, &bound)) {
+      !CheckedAdd(bound, bytes.push, &bound)) {
+    return BadShape(matrix.name, matrix.rows, matrix.cols);
+  }
+  bytes.workspace = WorkspaceBytes(matrix.rule, matrix.rows, matrix.cols, matrix.partner_elements);
+  if (!CheckedAdd(bound, bytes.workspace, &bound)) {
     return BadShape(matrix.name, matrix.rows, matrix.cols);
   }
   for (const StateBuffer& buffer : RuleState(matrix.rule, matrix.rows, matrix.cols)) {
@@ -59,7 +154,6 @@ absl::StatusOr<MatrixBytes> BytesOfMatrix(const PlanMatrix& matrix, int64_t decl
   if (options.weights_mode) bytes.weights = 2 * elements * kFp32Bytes;
   const bool sends_staged_weights = options.weights_mode && matrix.pull_dtype == DType::kFp32;
   bytes.pull = sends_staged_weights ? 0 : elements * DTypeSize(matrix.pull_dtype);
-  bytes.workspace = WorkspaceBytes(matrix.rule, matrix.rows, matrix.cols);
   return bytes;
 }
 

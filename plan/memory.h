@@ -47,11 +47,31 @@ struct MatrixBytes {
   int64_t Resident() const { return state + staged + weights + push + pull; }
 };
 
-// Bytes that the engine needs beside the matrix's own while it works on it, at most. For a spectral
-// rule: the direction in fp32, and then either the iterate and five m x m products in fp32 (m the
-// short side) or, in a row-wise step, up to 17 rows of fp64 sums. 1 KiB of figures for every rule.
-// REQUIRES: 28 x rows x cols + 1024 fits int64.
-int64_t WorkspaceBytes(const Rule& rule, int64_t rows, int64_t cols);
+// Bytes that the engine needs beside the matrix's own while it works on it, at most; the largest
+// int64 where they do not fit one. For a spectral rule on a rows x cols matrix, in multiples of the
+// matrix in fp32, m its short side and n its long one:
+//
+//   refresh            1 for the direction; and 1 + 5 m / n, the iterate and the five m x m
+//   products
+//                      of the Gram form (the standard form has two), or 3 + 4 m / n where a
+//                      device's own bf16 kernels may run: less than kMaxRefreshMatrices in all
+//   with selection     1, and as a refresh of the selected part without the direction
+//   shaping            and (k (m + n) + b (5 m + 2 n + 5 b)) / (m n), with k directions and b = 1.5
+//   k
+//                      + 8, at most m, vectors in the subspace
+//   tiles              1, and a refresh of the largest tile, or of a quarter of the whole tiles, up
+//                      to 16, where there are more than four
+//   row-wise step      1, and up to 17 rows of fp64 sums; 1 more with selection
+//
+// The largest of these that the rule may run; splits one after the other, or up to 16 at once while
+// each needs no more than 2 MiB; figures of 2 KiB and 24 bytes a row and column, 128 bytes a tile
+// or split. polora: 9 times the factor and twice the other factor, of `partner_elements`, and r x r
+// matrices. Other rules: figures alone. REQUIRES: a valid rule for the shape.
+int64_t WorkspaceBytes(const Rule& rule, int64_t rows, int64_t cols, int64_t partner_elements = 0);
+
+// Peak extra memory of a refresh of a whole matrix without shaping whose short side is at least
+// 512, in multiples of the matrix in fp32, figures and padding included.
+inline constexpr int64_t kMaxRefreshMatrices = 9;
 
 // `declared_push_elements`: elements of all blocks that will be pushed to this matrix in a step,
 // over all ranks; rows x cols where each element is pushed once. INVALID_ARGUMENT, with the sizes,

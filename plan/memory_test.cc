@@ -37,6 +37,43 @@ TEST(BytesOfMatrix, BytesPerParameterAreThoseOfTheDesign) {
   EXPECT_EQ(BytesOfMatrix(bf16, 3 * 3000, lazy)->push, 3 * 3000 * 2);
 }
 
+// What is small is staged in either way; what is as large as the matrix only with kDouble.
+TEST(BytesOfMatrix, SmallStateIsAlwaysStaged) {
+  MemoryOptions lazy, twice;
+  lazy.staging = Staging::kLazy;
+  const PlanMatrix dion3 = Matrix(100, 30, "dion3", DType::kBf16);
+  EXPECT_EQ(BytesOfMatrix(dion3, 3000, lazy)->state, 4 * (3000 + 100 + 100));
+  EXPECT_EQ(BytesOfMatrix(dion3, 3000, lazy)->staged, 4 * (100 + 100));
+  EXPECT_EQ(BytesOfMatrix(dion3, 3000, twice)->staged, 4 * (3000 + 100 + 100));
+  EXPECT_EQ(BytesOfMatrix(Matrix(100, 30, "samuon_lite", DType::kBf16), 3000, lazy)->staged,
+            4 * 30);
+  EXPECT_EQ(BytesOfMatrix(Matrix(4, 30, "polora", DType::kBf16), 120, lazy)->staged, 4 * 30);
+}
+
+TEST(WorkspaceBytes, OfARefreshIsThisManyMatrices) {
+  for (auto [rows, cols] : {std::pair<int64_t, int64_t>{512, 512}, {513, 545}, {4096, 1024}}) {
+    for (const PresetInfo& preset : Presets()) {
+      Rule rule = *PresetRule(preset.name);
+      if (rule.family != RuleFamily::kSpectral || rule.gain != 1) continue;
+      EXPECT_LE(WorkspaceBytes(rule, rows, cols), kMaxRefreshMatrices * 4 * rows * cols)
+          << preset.name << " " << rows << " x " << cols;
+    }
+  }
+}
+
+TEST(WorkspaceBytes, PartsNeedLessThanTheWhole) {
+  const auto bytes = [](const char* preset, const char* key, const char* value) {
+    Rule rule = *PresetRule(preset);
+    EXPECT_TRUE(SetOption(rule, key, value).ok());
+    return WorkspaceBytes(rule, 3072, 1024);
+  };
+  const int64_t whole = bytes("muon", "lr", "1");
+  EXPECT_LT(bytes("cmuon", "num_heads", "3"), whole * 2 / 3);
+  EXPECT_EQ(bytes("himuon", "tile", "256"), whole);  // schedules and overrides may need the whole
+  EXPECT_LT(bytes("dion2", "lr", "1"), whole / 2);
+  EXPECT_GT(bytes("samuon", "lr", "1"), whole);
+}
+
 TEST(BytesOfMatrix, RefusesWhatOverflows) {
   const MemoryOptions options;
   // CASES D16, A21
