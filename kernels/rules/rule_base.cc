@@ -170,7 +170,8 @@ absl::Status RuleBase::CheckBuffers(const StepBuffers& buffers,
       (buffers.staged_weights != nullptr || buffers.weights_payload != nullptr)) {
     return absl::InvalidArgumentError("new weights asked for, but no weights given");
   }
-  if (NeedsWeights(rule_) && (buffers.weights == nullptr || buffers.partner_weights == nullptr)) {
+  if (NeedsWeights(rule_) && (buffers.weights == nullptr || buffers.partner_weights == nullptr ||
+                              buffers.partner_state.size() != state_.size())) {
     return absl::InvalidArgumentError(
         absl::StrCat(rule_.preset,
                      " reads the weights of both factors, which are not given: it needs WEIGHTS "

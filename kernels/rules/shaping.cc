@@ -38,8 +38,7 @@ int64_t ShapingWorkspaceBytes(const Rule& rule, int64_t rows, int64_t cols) {
 }
 
 void EnqueueLeadingDirections(Stream* stream, const Rule& rule, const float* u, int64_t rows,
-                              int64_t cols, const float* state, float* new_state,
-                              void* workspace) {
+                              int64_t cols, const float* state, float* new_state, void* workspace) {
   const Workspace work(rule, rows, cols, workspace);
   LeadingPairsPass pass;
   pass.u = u;
