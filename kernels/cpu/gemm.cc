@@ -244,6 +244,4 @@ std::string OneDnnDescription() {
                       isa);
 }
 
-bool CpuHasFastBf16() { return dnnl_get_effective_cpu_isa() == dnnl_cpu_isa_avx512_core_amx; }
-
 }  // namespace stiefel

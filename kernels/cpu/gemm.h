@@ -21,11 +21,8 @@ absl::Status CpuGemm(ThreadPool* pool, const GemmArgs& args);
 // Stream::Residual: returns |X X^T - I|_F / sqrt(rows) in *residual.
 absl::Status CpuResidual(ThreadPool* pool, const MatrixView& x, double* residual);
 
-// Whether this processor can multiply bf16 at all, and whether that is faster than fp32: with AMX
-// it is. AVX-512 alone does not make it so: measured with oneDNN 2.6 on Sapphire Rapids, bf16 ran
-// at half the rate of fp32.
+// Whether oneDNN multiplies bf16 on this processor.
 bool CpuHasBf16();
-bool CpuHasFastBf16();
 
 // "oneDNN 2.6.0 avx512_core_bf16"
 std::string OneDnnDescription();
