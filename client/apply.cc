@@ -7,28 +7,8 @@
 namespace stiefel {
 namespace {
 
-constexpr int64_t kRun = 1024;  // elements converted at a time; stays in the first-level cache
-
-// Calls visit(row, first column, count) for runs of at most kRun elements of a row.
-template <typename Visit>
-void ForRuns(int64_t rows, int64_t cols, Visit visit) {
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < cols; j += kRun) visit(i, j, std::min(kRun, cols - j));
-  }
-}
-
-// A contiguous view is one long row.
-void Flatten(const Walk2d& view, int64_t* rows, int64_t* cols) {
-  *rows = view.contiguous ? 1 : view.rows;
-  *cols = view.contiguous ? view.rows * view.cols : view.cols;
-}
-
-char* At(const Walk2d& view, int64_t row, int64_t col) {
-  const int64_t size = ElementTypeSize(view.type);
-  // The caller's view was writable: CheckView only reads its shape.
-  return const_cast<char*>(view.data) +
-         (row * view.row_stride + col * (view.contiguous ? 1 : view.col_stride)) * size;
-}
+// The caller's view was writable: CheckView only reads its shape.
+char* Writable(const char* address) { return const_cast<char*>(address); }
 
 // Delta elements [begin, begin + count) as fp32: in place, or converted into `scratch`.
 const float* AsFloats(const void* delta, DType dtype, int64_t begin, int64_t count,
@@ -50,15 +30,11 @@ uint16_t StochasticBf16(float value, uint32_t random_bits) {
   return static_cast<uint16_t>((BitsOfFloat(value) + (random_bits & 0xFFFFu)) >> 16);
 }
 
-void ApplyDelta(const void* delta, DType dtype, float decay, const Walk2d& weights) {
-  int64_t rows;
-  int64_t cols;
-  Flatten(weights, &rows, &cols);
-  float scratch[kRun];
-  ForRuns(rows, cols, [&](int64_t i, int64_t j, int64_t count) {
-    const float* d = AsFloats(delta, dtype, i * cols + j, count, scratch);
-    char* target = At(weights, i, j);
-    const int64_t stride = weights.contiguous ? 1 : weights.col_stride;
+void ApplyDelta(const void* delta, DType dtype, float decay, const Walk& weights) {
+  float scratch[kWalkRun];
+  ForEachRun(weights, [&](int64_t first, const char* address, int64_t stride, int64_t count) {
+    const float* d = AsFloats(delta, dtype, first, count, scratch);
+    char* target = Writable(address);
     if (stride == 1 && reinterpret_cast<uintptr_t>(target) % alignof(float) == 0) {
       float* w = reinterpret_cast<float*>(target);
       for (int64_t k = 0; k < count; ++k) w[k] = decay * w[k] + d[k];
@@ -74,19 +50,14 @@ void ApplyDelta(const void* delta, DType dtype, float decay, const Walk2d& weigh
 }
 
 void ApplyDeltaBf16(const void* delta, DType dtype, float decay, uint64_t seed,
-                    const Walk2d& weights) {
-  int64_t rows;
-  int64_t cols;
-  Flatten(weights, &rows, &cols);
-  float scratch[kRun];
-  ForRuns(rows, cols, [&](int64_t i, int64_t j, int64_t count) {
-    const int64_t first = i * cols + j;
+                    int64_t first_number, const Walk& weights) {
+  float scratch[kWalkRun];
+  ForEachRun(weights, [&](int64_t first, const char* address, int64_t stride, int64_t count) {
     const float* d = AsFloats(delta, dtype, first, count, scratch);
-    char* target = At(weights, i, j);
-    const int64_t stride = weights.contiguous ? 1 : weights.col_stride;
+    char* target = Writable(address);
     for (int64_t k = 0; k < count; ++k) {
-      const uint64_t element = static_cast<uint64_t>(first + k);
-      const uint64_t bits = MixBits(seed + element / 4) >> (16 * (element % 4));
+      const uint64_t number = static_cast<uint64_t>(first_number + first + k);
+      const uint64_t bits = MixBits(seed + number / 4) >> (16 * (number % 4));
       uint16_t w;
       std::memcpy(&w, target + k * stride * 2, sizeof(w));
       w = StochasticBf16(decay * Bf16ToFloat(w) + d[k], static_cast<uint32_t>(bits));
@@ -95,19 +66,15 @@ void ApplyDeltaBf16(const void* delta, DType dtype, float decay, uint64_t seed,
   });
 }
 
-void CopyWeights(const void* source, DType dtype, const Walk2d& weights) {
-  int64_t rows;
-  int64_t cols;
-  Flatten(weights, &rows, &cols);
+void CopyWeights(const void* source, DType dtype, const Walk& weights) {
   const int64_t size = ElementTypeSize(weights.type);
   const DType to = weights.type == ElementType::kBf16   ? DType::kBf16
                    : weights.type == ElementType::kFp16 ? DType::kFp16
                                                         : DType::kFp32;
-  char scratch[kRun * 4];
-  ForRuns(rows, cols, [&](int64_t i, int64_t j, int64_t count) {
-    const char* from = static_cast<const char*>(source) + (i * cols + j) * DTypeSize(dtype);
-    char* target = At(weights, i, j);
-    const int64_t stride = weights.contiguous ? 1 : weights.col_stride;
+  char scratch[kWalkRun * 4];
+  ForEachRun(weights, [&](int64_t first, const char* address, int64_t stride, int64_t count) {
+    const char* from = static_cast<const char*>(source) + first * DTypeSize(dtype);
+    char* target = Writable(address);
     if (stride == 1 && weights.type != ElementType::kFp64) {
       return Convert(from, dtype, target, to, count);
     }
@@ -119,7 +86,7 @@ void CopyWeights(const void* source, DType dtype, const Walk2d& weights) {
         const double wide = narrow;
         std::memcpy(target + k * stride * size, &wide, sizeof(wide));
       } else {
-        std::memcpy(target + k * stride * size, scratch + k * size, size);
+        std::memcpy(target + k * stride * size, scratch + k * size, static_cast<size_t>(size));
       }
     }
   });

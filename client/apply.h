@@ -25,15 +25,15 @@ uint16_t StochasticBf16(float value, uint32_t random_bits);
 
 // w = decay w + delta, elementwise in fp32, for fp32 weights. `delta` is row-major of `dtype`.
 // REQUIRES: `weights` was checked as a view of fp32.
-void ApplyDelta(const void* delta, DType dtype, float decay, const Walk2d& weights);
+void ApplyDelta(const void* delta, DType dtype, float decay, const Walk& weights);
 
-// The same for bf16 weights, rounded stochastically; element i of the block takes its random bits
-// from MixBits(seed + i / 4).
-void ApplyDeltaBf16(const void* delta, DType dtype, float decay, uint64_t seed,
-                    const Walk2d& weights);
+// The same for bf16 weights, rounded stochastically; element i takes the random bits of number n =
+// first + i, from MixBits(seed + n / 4).
+void ApplyDeltaBf16(const void* delta, DType dtype, float decay, uint64_t seed, int64_t first,
+                    const Walk& weights);
 
 // w = source, converted. `source` is row-major of `dtype`.
-void CopyWeights(const void* source, DType dtype, const Walk2d& weights);
+void CopyWeights(const void* source, DType dtype, const Walk& weights);
 
 }  // namespace stiefel
 

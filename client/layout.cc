@@ -1,11 +1,15 @@
 #include "client/layout.h"
 
+#include <algorithm>
 #include <set>
+#include <unordered_map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/checked_math.h"
 #include "common/errors.h"
 #include "common/status.h"
+#include "plan/shape.h"
 #include "proto/protocol.h"
 #include "proto/rule_convert.h"
 
@@ -35,18 +39,6 @@ v1::Rectangle ToProto(const Rect& rect) {
 
 DType PullType(const ParameterSpec& parameter) {
   return parameter.pull_dtype.value_or(parameter.push_dtype);
-}
-
-v1::Parameter ToProto(const ParameterSpec& parameter) {
-  v1::Parameter wire;
-  wire.set_name(parameter.name);
-  for (const int64_t size : parameter.shape) wire.add_shape(size);
-  *wire.mutable_rule() = RuleToProto(parameter.rule);
-  wire.set_group(parameter.group);
-  wire.set_push_dtype(ToProto(parameter.push_dtype));
-  wire.set_pull_dtype(ToProto(PullType(parameter)));
-  wire.set_reduce(parameter.reduce == Reduce::kSum ? v1::SUM : v1::MEAN);
-  return wire;
 }
 
 absl::Status Outside(const std::string& what, int64_t value, int64_t low, int64_t high) {
@@ -95,17 +87,19 @@ absl::Status CheckOptions(const TrainerOptions& options) {
   return CheckDuration("takeover_timeout", options.takeover_timeout);
 }
 
-absl::Status CheckParameter(const ParameterSpec& parameter) {
-  const std::string what = absl::StrCat("parameter \"", parameter.name, "\"");
-  if (parameter.name.empty()) return absl::InvalidArgumentError("a parameter has no name");
-  const size_t dims = parameter.shape.size();
-  if (dims != 1 && dims != 2) {
-    return absl::InvalidArgumentError(absl::StrCat(what, " has ", dims, " dimensions, not 1 or 2"));
+int64_t Product(const std::vector<int64_t>& shape, size_t begin, size_t end) {
+  int64_t product = 1;
+  for (size_t d = begin; d < std::min(end, shape.size()); ++d) {
+    product = SaturatingMul(product, std::max<int64_t>(shape[d], 0));
   }
-  const absl::Status valid =
-      ValidateRule(parameter.rule, parameter.rows(), parameter.cols(), static_cast<int>(dims));
-  if (valid.ok()) return valid;
-  return absl::Status(valid.code(), absl::StrCat(what, ": ", valid.message()));
+  return product;
+}
+
+// How many leading dimensions count rows of the stacked view: the stack, and the rows of a matrix
+// that has any.
+size_t RowDimensions(const ParameterSpec& parameter) {
+  const size_t stack = static_cast<size_t>(std::max(parameter.stack_dims.value_or(0), 0));
+  return parameter.shape.size() >= stack + 2 ? stack + 1 : stack;
 }
 
 template <typename Block>
@@ -141,6 +135,11 @@ std::vector<Block> RowBlocks(const std::vector<ParameterSpec>& parameters, int32
 
 }  // namespace
 
+int64_t ParameterSpec::rows() const { return Product(shape, 0, RowDimensions(*this)); }
+int64_t ParameterSpec::cols() const {
+  return shape.empty() ? 0 : Product(shape, RowDimensions(*this), shape.size());
+}
+
 std::vector<PushBlock> WholePushBlocks(const std::vector<ParameterSpec>& parameters) {
   return WholeBlocks<PushBlock>(parameters);
 }
@@ -156,6 +155,95 @@ std::vector<PullBlock> RowPullBlocks(const std::vector<ParameterSpec>& parameter
   return RowBlocks<PullBlock>(parameters, rank, world_size);
 }
 
+absl::Status Layout::AddParameter(const ParameterSpec& parameter) {
+  if (parameter.name.empty()) return absl::InvalidArgumentError("a parameter has no name");
+  STIEFEL_ASSIGN_OR_RETURN(
+      const ParameterShape shape,
+      ShapeOfParameter(parameter.name, parameter.shape, parameter.stack_dims, parameter.rule));
+  const int32_t index = static_cast<int32_t>(by_name_.size());
+  if (!by_name_.emplace(parameter.name, index).second) {
+    return DuplicateName("parameter", parameter.name);
+  }
+  if (NeedsWeights(parameter.rule) && options_.mode != UpdateMode::kWeights) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "parameter \"", parameter.name, "\": ", parameter.rule.preset,
+        " reads the weights, which servers hold in update mode WEIGHTS only; this run is to be in "
+        "mode DELTA"));
+  }
+  first_matrix_.push_back(static_cast<int32_t>(matrices_.size()));
+  for (const StackedMatrix& stacked : shape.matrices) {
+    LayoutMatrix matrix{stacked.name,  index,        stacked.first_row,
+                        stacked.rows,  stacked.cols, shape.dimensions == 1,
+                        parameter.rule};
+    // Factors in stacks are paired one by one.
+    if (parameter.rule.family == RuleFamily::kPolora) {
+      matrix.rule.pair += stacked.name.substr(parameter.name.size());
+    }
+    matrices_.push_back(std::move(matrix));
+  }
+  return absl::OkStatus();
+}
+
+// What concerns several matrices: their names, and polora's pairs.
+absl::Status Layout::CheckMatrices() const {
+  std::unordered_map<std::string, const LayoutMatrix*> by_name;
+  for (const LayoutMatrix& matrix : matrices_) {
+    if (!by_name.emplace(matrix.name, &matrix).second) return DuplicateName("matrix", matrix.name);
+  }
+  for (const LayoutMatrix& matrix : matrices_) {
+    if (matrix.rule.family != RuleFamily::kPolora) continue;
+    const auto other = by_name.find(matrix.rule.pair);
+    if (other == by_name.end()) {
+      return absl::InvalidArgumentError(absl::StrCat("parameter \"", matrix.name,
+                                                     "\": its other factor \"", matrix.rule.pair,
+                                                     "\" is not registered"));
+    }
+    STIEFEL_RETURN_IF_ERROR(ValidatePair(matrix.name, matrix.rule, matrix.rows, matrix.cols,
+                                         other->first, other->second->rule, other->second->rows,
+                                         other->second->cols));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Layout::ResolveBlock(const std::string& name, const Rect& rect,
+                                  LayoutBlock* block) const {
+  STIEFEL_ASSIGN_OR_RETURN(block->parameter, ParameterOf(name));
+  block->rect = rect;
+  const ParameterSpec& parameter = parameters_[block->parameter];
+  const absl::Status valid = ValidateRect(rect, parameter.rows(), parameter.cols());
+  if (valid.ok()) return valid;
+  return absl::Status(valid.code(), absl::StrCat("block of \"", name, "\": ", valid.message()));
+}
+
+std::vector<WireBlock> Layout::Cut(int32_t parameter, const Rect& rect) const {
+  std::vector<WireBlock> wires;
+  const int32_t first = first_matrix_[parameter];
+  const int64_t rows = matrices_[first].rows;  // of each matrix of the stack
+  for (int64_t row = rect.row_begin; row < rect.row_end;) {
+    WireBlock wire;
+    wire.matrix = first + static_cast<int32_t>(row / rows);
+    const int64_t matrix_row = matrices_[wire.matrix].first_row;
+    const int64_t end = std::min(rect.row_end, matrix_row + rows);
+    wire.rect = {row - matrix_row, end - matrix_row, rect.col_begin, rect.col_end};
+    wire.first_row = row - rect.row_begin;
+    wire.first = wire.first_row * rect.cols();
+    wires.push_back(wire);
+    row = end;
+  }
+  return wires;
+}
+
+void Layout::AddWires(LayoutBlock* block, int32_t index, std::vector<WireBlock>* wires) const {
+  block->first_wire = static_cast<int32_t>(wires->size());
+  for (WireBlock& wire : Cut(block->parameter, block->rect)) {
+    wire.block = index;
+    wire.parts = block->parts;
+    wire.dtype = block->dtype;
+    wires->push_back(wire);
+  }
+  block->wires = static_cast<int32_t>(wires->size()) - block->first_wire;
+}
+
 absl::StatusOr<Layout> Layout::Create(const TrainerOptions& options,
                                       const std::vector<ParameterSpec>& parameters) {
   STIEFEL_RETURN_IF_ERROR(CheckOptions(options));
@@ -164,35 +252,25 @@ absl::StatusOr<Layout> Layout::Create(const TrainerOptions& options,
   layout.options_ = options;
   layout.parameters_ = parameters;
   for (const ParameterSpec& parameter : parameters) {
-    STIEFEL_RETURN_IF_ERROR(CheckParameter(parameter));
-    const int32_t index = static_cast<int32_t>(layout.by_name_.size());
-    if (!layout.by_name_.emplace(parameter.name, index).second) {
-      return DuplicateName("parameter", parameter.name);
-    }
+    STIEFEL_RETURN_IF_ERROR(layout.AddParameter(parameter));
   }
+  STIEFEL_RETURN_IF_ERROR(layout.CheckMatrices());
   if (options.push.empty()) layout.options_.push = WholePushBlocks(parameters);
   if (options.pull.empty()) layout.options_.pull = WholePullBlocks(parameters);
-  const auto resolve = [&layout](const std::string& name, const Rect& rect,
-                                 LayoutBlock* block) -> absl::Status {
-    STIEFEL_ASSIGN_OR_RETURN(block->parameter, layout.ParameterOf(name));
-    block->rect = rect;
-    const ParameterSpec& parameter = layout.parameters_[block->parameter];
-    const absl::Status valid = ValidateRect(rect, parameter.rows(), parameter.cols());
-    if (valid.ok()) return valid;
-    return absl::Status(valid.code(), absl::StrCat("block of \"", name, "\": ", valid.message()));
-  };
   for (const PushBlock& wanted : layout.options_.push) {
     LayoutBlock block;
-    STIEFEL_RETURN_IF_ERROR(resolve(wanted.parameter, wanted.rect, &block));
+    STIEFEL_RETURN_IF_ERROR(layout.ResolveBlock(wanted.parameter, wanted.rect, &block));
     if (wanted.parts < 1) return Outside("parts of a push block", wanted.parts, 1, 4096);
     block.parts = wanted.parts;
     block.dtype = parameters[block.parameter].push_dtype;
+    layout.AddWires(&block, static_cast<int32_t>(layout.push_.size()), &layout.wire_push_);
     layout.push_.push_back(block);
   }
   for (const PullBlock& wanted : layout.options_.pull) {
     LayoutBlock block;
-    STIEFEL_RETURN_IF_ERROR(resolve(wanted.parameter, wanted.rect, &block));
+    STIEFEL_RETURN_IF_ERROR(layout.ResolveBlock(wanted.parameter, wanted.rect, &block));
     block.dtype = PullType(parameters[block.parameter]);
+    layout.AddWires(&block, static_cast<int32_t>(layout.pull_.size()), &layout.wire_pull_);
     layout.pull_.push_back(block);
   }
   return layout;
@@ -235,27 +313,44 @@ std::string Layout::Describe(const LayoutBlock& block) const {
   return absl::StrCat("\"", parameters_[block.parameter].name, "\" ", block.rect.DebugString());
 }
 
+std::string Layout::Describe(const WireBlock& block) const {
+  return absl::StrCat("\"", matrices_[block.matrix].name, "\" ", block.rect.DebugString());
+}
+
+v1::Parameter Layout::MatrixToProto(const LayoutMatrix& matrix) const {
+  const ParameterSpec& parameter = parameters_[matrix.parameter];
+  v1::Parameter wire;
+  wire.set_name(matrix.name);
+  if (!matrix.vector) wire.add_shape(matrix.rows);
+  wire.add_shape(matrix.cols);
+  *wire.mutable_rule() = RuleToProto(matrix.rule);
+  wire.set_group(parameter.group);
+  wire.set_push_dtype(ToProto(parameter.push_dtype));
+  wire.set_pull_dtype(ToProto(PullType(parameter)));
+  wire.set_reduce(parameter.reduce == Reduce::kSum ? v1::SUM : v1::MEAN);
+  return wire;
+}
+
 v1::JoinRunRequest Layout::JoinRequest() const {
   v1::JoinRunRequest request;
   request.set_name(options_.run);
   request.set_rank(options_.rank);
   request.set_world_size(options_.world_size);
   if (options_.applied_step) request.set_applied_step(*options_.applied_step);
-  for (const PushBlock& block : options_.push) {
+  for (const WireBlock& block : wire_push_) {
+    const PushBlock& wanted = options_.push[block.block];
     v1::PushBlock* wire = request.add_push();
-    wire->set_parameter(block.parameter);
+    wire->set_parameter(matrices_[block.matrix].name);
     *wire->mutable_rect() = ToProto(block.rect);
-    if (block.reduce_group) wire->set_reduce_group(*block.reduce_group);
-    if (block.parts != 1) wire->set_parts(block.parts);
+    if (wanted.reduce_group) wire->set_reduce_group(*wanted.reduce_group);
+    if (wanted.parts != 1) wire->set_parts(wanted.parts);
   }
-  for (const PullBlock& block : options_.pull) {
+  for (const WireBlock& block : wire_pull_) {
     v1::PullBlock* wire = request.add_pull();
-    wire->set_parameter(block.parameter);
+    wire->set_parameter(matrices_[block.matrix].name);
     *wire->mutable_rect() = ToProto(block.rect);
   }
-  for (const ParameterSpec& parameter : parameters_) {
-    *request.add_parameters() = ToProto(parameter);
-  }
+  for (const LayoutMatrix& matrix : matrices_) *request.add_parameters() = MatrixToProto(matrix);
   request.set_software_version(kSoftwareVersion);
   request.set_protocol_version(kProtocolVersion);
   return request;
@@ -267,9 +362,7 @@ v1::OpenRunRequest Layout::OpenRequest() const {
   request.set_world_size(options_.world_size);
   request.set_start_step(options_.applied_step.value_or(0) + 1);
   request.set_update_mode(options_.mode == UpdateMode::kWeights ? v1::WEIGHTS : v1::DELTA);
-  for (const ParameterSpec& parameter : parameters_) {
-    *request.add_parameters() = ToProto(parameter);
-  }
+  for (const LayoutMatrix& matrix : matrices_) *request.add_parameters() = MatrixToProto(matrix);
   for (const std::string& server : options_.servers) request.add_servers(server);
   request.set_placement_epoch(1);
   request.set_software_version(kSoftwareVersion);

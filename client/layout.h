@@ -14,11 +14,39 @@
 
 namespace stiefel {
 
+// A matrix of the run: a parameter, or one of a stack. Its place in the list is its matrix index.
+struct LayoutMatrix {
+  std::string name;  // "h.0.w", "experts.w1[3]"
+  int32_t parameter = 0;
+  int64_t first_row = 0;  // in the parameter's stacked view
+  int64_t rows = 0;
+  int64_t cols = 0;
+  bool vector = false;  // 1-D
+  Rule rule;
+};
+
+// A block as the user named it: a rectangle of the parameter's stacked view.
 struct LayoutBlock {
   int32_t parameter = 0;
   Rect rect;
   int32_t parts = 1;
   DType dtype = DType::kFp32;  // on the wire
+  int32_t first_wire = 0;      // its blocks on the wire, one for each matrix that it touches
+  int32_t wires = 1;
+
+  int64_t elements() const { return rect.Area(); }
+  int64_t bytes() const { return elements() * DTypeSize(dtype); }
+};
+
+// The part of a block in one matrix: a contiguous range of the block's elements, row-major.
+struct WireBlock {
+  int32_t matrix = 0;
+  int32_t block = 0;      // whose part it is
+  Rect rect;              // in the matrix
+  int64_t first_row = 0;  // in the block
+  int64_t first = 0;      // element of the block
+  int32_t parts = 1;
+  DType dtype = DType::kFp32;
 
   int64_t elements() const { return rect.Area(); }
   int64_t bytes() const { return elements() * DTypeSize(dtype); }
@@ -26,14 +54,22 @@ struct LayoutBlock {
 
 class Layout {
  public:
-  // INVALID_ARGUMENT names the field and its value. Empty block lists become whole parameters.
+  // INVALID_ARGUMENT names the field and its value: options, what ShapeOfParameter and ValidatePair
+  // refuse, a rule that reads weights in DELTA mode, blocks outside their parameter. Empty block
+  // lists become whole parameters.
   static absl::StatusOr<Layout> Create(const TrainerOptions& options,
                                        const std::vector<ParameterSpec>& parameters);
 
   const TrainerOptions& options() const { return options_; }
   const std::vector<ParameterSpec>& parameters() const { return parameters_; }
+  const std::vector<LayoutMatrix>& matrices() const { return matrices_; }
   const std::vector<LayoutBlock>& push() const { return push_; }
   const std::vector<LayoutBlock>& pull() const { return pull_; }
+  // As the protocol has them: JoinRun's lists, and what chunks name by position.
+  const std::vector<WireBlock>& wire_push() const { return wire_push_; }
+  const std::vector<WireBlock>& wire_pull() const { return wire_pull_; }
+  // The parts of a rectangle of a parameter's stacked view; `block` of each is 0.
+  std::vector<WireBlock> Cut(int32_t parameter, const Rect& rect) const;
 
   // NOT_FOUND: no such parameter.
   absl::StatusOr<int32_t> ParameterOf(std::string_view name) const;
@@ -42,6 +78,8 @@ class Layout {
   absl::StatusOr<int32_t> PullBlockOf(std::string_view parameter) const;
   // "\"h.0.w\" [0:4, 0:8]", for messages.
   std::string Describe(const LayoutBlock& block) const;
+  // "\"experts.w1[3]\" [0:4, 0:8]"
+  std::string Describe(const WireBlock& block) const;
 
   // The part of the JoinRun request that does not change with the attempt to join.
   v1::JoinRunRequest JoinRequest() const;
@@ -50,12 +88,21 @@ class Layout {
 
  private:
   Layout() = default;
+  absl::Status AddParameter(const ParameterSpec& parameter);
+  absl::Status CheckMatrices() const;
+  absl::Status ResolveBlock(const std::string& name, const Rect& rect, LayoutBlock* block) const;
+  void AddWires(LayoutBlock* block, int32_t index, std::vector<WireBlock>* wires) const;
+  v1::Parameter MatrixToProto(const LayoutMatrix& matrix) const;
 
   TrainerOptions options_;
   std::vector<ParameterSpec> parameters_;
   std::map<std::string, int32_t, std::less<>> by_name_;
+  std::vector<LayoutMatrix> matrices_;
+  std::vector<int32_t> first_matrix_;  // by parameter
   std::vector<LayoutBlock> push_;
   std::vector<LayoutBlock> pull_;
+  std::vector<WireBlock> wire_push_;
+  std::vector<WireBlock> wire_pull_;
 };
 
 }  // namespace stiefel

@@ -49,5 +49,96 @@ TEST(LayoutTest, BlocksByName) {
   EXPECT_EQ(layout->Describe(layout->push()[1]), "\"a\" [4:7, 0:3]");
 }
 
+ParameterSpec Stack(const std::string& name, std::vector<int64_t> shape, int stack_dims,
+                    const std::string& preset = "muon") {
+  ParameterSpec stack;
+  stack.name = name;
+  stack.shape = std::move(shape);
+  stack.rule = *PresetRule(preset);
+  stack.stack_dims = stack_dims;
+  return stack;
+}
+
+TrainerOptions Options() {
+  TrainerOptions options;
+  options.servers = {"s:1"};
+  options.run = "r";
+  return options;
+}
+
+// A stack is cut where its matrices end, and every part is a contiguous range of the block.
+TEST(LayoutTest, BlocksOfStacksBecomeBlocksOfMatrices) {
+  std::vector<ParameterSpec> model = Model();
+  model.push_back(Stack("experts", {3, 4, 6}, 1));
+  TrainerOptions options = Options();
+  options.push = {{"experts", {2, 9, 1, 5}, 3, 2}, {"b", {0, 1, 0, 5}}};
+  const auto layout = Layout::Create(options, model);
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  ASSERT_EQ(layout->matrices().size(), 6u);
+  EXPECT_EQ(layout->matrices()[4].name, "experts[1]");
+  EXPECT_EQ(layout->parameters()[3].rows(), 12);
+  ASSERT_EQ(layout->wire_push().size(), 4u);
+  const Rect rects[] = {{2, 4, 1, 5}, {0, 4, 1, 5}, {0, 1, 1, 5}};
+  int64_t first = 0;
+  for (int w = 0; w < 3; ++w) {
+    const WireBlock& wire = layout->wire_push()[w];
+    EXPECT_EQ(wire.matrix, 3 + w);
+    EXPECT_EQ(wire.rect, rects[w]);
+    EXPECT_EQ(wire.first, first);
+    EXPECT_EQ(wire.block, 0);
+    first += wire.elements();
+  }
+  EXPECT_EQ(first, layout->push()[0].elements());
+  EXPECT_EQ(layout->wire_push()[3].block, 1);
+  EXPECT_EQ(layout->Describe(layout->wire_push()[1]), "\"experts[1]\" [0:4, 1:5]");
+
+  const v1::JoinRunRequest join = layout->JoinRequest();
+  ASSERT_EQ(join.push_size(), 4);
+  EXPECT_EQ(join.push(2).parameter(), "experts[2]");
+  EXPECT_EQ(join.push(2).reduce_group(), 3);
+  EXPECT_EQ(join.push(2).parts(), 2);
+  EXPECT_FALSE(join.push(3).has_reduce_group());
+  EXPECT_EQ(join.pull_size(), 6);
+  EXPECT_EQ(layout->OpenRequest().parameters(5).shape(0), 4);
+}
+
+TEST(LayoutTest, RowBlocksOfStacksAreRowsOfTheStackedView) {
+  const std::vector<ParameterSpec> model = {Stack("experts", {3, 4, 6}, 1),
+                                            Stack("conv", {8, 3, 2, 2}, 0)};
+  const auto blocks = RowPushBlocks(model, 1, 2);
+  ASSERT_EQ(blocks.size(), 2u);
+  EXPECT_EQ(blocks[0].rect, (Rect{6, 12, 0, 6}));
+  EXPECT_EQ(blocks[1].rect, (Rect{4, 8, 0, 12}));
+}
+
+TEST(LayoutTest, RefusesShapesAndPairsThatMakeNoSense) {
+  const auto refused = [](UpdateMode mode, std::vector<ParameterSpec> model) {
+    TrainerOptions options = Options();
+    options.mode = mode;
+    const absl::Status status = Layout::Create(options, model).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    return std::string(status.message());
+  };
+  ParameterSpec unsaid = Stack("experts", {3, 4, 6}, 0);
+  unsaid.stack_dims.reset();
+  EXPECT_THAT(refused(UpdateMode::kDelta, {unsaid}), HasSubstr("stack_dims=1"));
+  EXPECT_THAT(refused(UpdateMode::kDelta, {Stack("dw", {8, 1, 3, 3}, 0)}), HasSubstr("depthwise"));
+  EXPECT_THAT(refused(UpdateMode::kDelta, {Stack("bias", {7}, 0)}), HasSubstr("1 dimension"));
+  EXPECT_THAT(refused(UpdateMode::kDelta, {Stack("a", {2, 3, 4}, 1), Stack("a[1]", {3, 4}, 0)}),
+              HasSubstr("a[1]"));
+  ParameterSpec a = Stack("a", {2, 4, 20}, 1, "polora"), b = Stack("b", {2, 12, 4}, 1, "polora");
+  a.rule.pair = "b";
+  b.rule.pair = "a";
+  EXPECT_THAT(refused(UpdateMode::kDelta, {a, b}), HasSubstr("WEIGHTS"));
+  EXPECT_THAT(refused(UpdateMode::kWeights, {a}), HasSubstr("\"b[0]\" is not registered"));
+  TrainerOptions options = Options();
+  options.mode = UpdateMode::kWeights;
+  const auto layout = Layout::Create(options, {a, b});
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  EXPECT_EQ(layout->matrices()[1].rule.pair, "b[1]");
+  b.rule.pair = "c";
+  EXPECT_THAT(refused(UpdateMode::kWeights, {a, b}), HasSubstr("b[0]"));
+}
+
 }  // namespace
 }  // namespace stiefel

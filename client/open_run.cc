@@ -48,15 +48,11 @@ void Pause(int64_t micros) {
 
 absl::StatusOr<Plan> PlanRun(const Layout& layout, const Survey& survey) {
   PlanRequest request;
-  for (const ParameterSpec& parameter : layout.parameters()) {
-    PlanMatrix matrix;
-    matrix.name = parameter.name;
-    matrix.rows = parameter.rows();
-    matrix.cols = parameter.cols();
-    matrix.rule = parameter.rule;
-    matrix.push_dtype = parameter.push_dtype;
-    matrix.pull_dtype = parameter.pull_dtype.value_or(parameter.push_dtype);
-    request.matrices.push_back(std::move(matrix));
+  for (const LayoutMatrix& matrix : layout.matrices()) {
+    const ParameterSpec& parameter = layout.parameters()[matrix.parameter];
+    request.matrices.push_back({matrix.name, matrix.rows, matrix.cols, matrix.rule,
+                                parameter.push_dtype,
+                                parameter.pull_dtype.value_or(parameter.push_dtype)});
   }
   const TrainerOptions& options = layout.options();
   request.memory.weights_mode = options.mode == UpdateMode::kWeights;
@@ -261,20 +257,20 @@ absl::StatusOr<std::vector<v1::JoinRunResponse>> JoinRun(const Servers& servers,
         " mode, rank ", layout.options().rank, " wants ", weights ? "WEIGHTS" : "DELTA"));
   }
   // Matrix indexes are the same on all ranks only if the lists are.
-  if (first.parameters_size() != static_cast<int>(layout.parameters().size()) ||
+  if (first.parameters_size() != static_cast<int>(layout.matrices().size()) ||
       first.owners_size() != first.parameters_size()) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "run \"", layout.options().run, "\" has ", first.parameters_size(), " parameters, rank ",
-        layout.options().rank, " registers ", layout.parameters().size()));
+        "run \"", layout.options().run, "\" has ", first.parameters_size(), " matrices, rank ",
+        layout.options().rank, " registers ", layout.matrices().size()));
   }
   for (int i = 0; i < first.parameters_size(); ++i) {
-    if (first.parameters(i).name() == layout.parameters()[i].name && first.owners(i) >= 0 &&
+    if (first.parameters(i).name() == layout.matrices()[i].name && first.owners(i) >= 0 &&
         first.owners(i) < static_cast<int>(servers.addresses.size()))
       continue;
     return absl::FailedPreconditionError(absl::StrCat(
-        "parameter ", i, " of run \"", layout.options().run, "\" is \"", first.parameters(i).name(),
+        "matrix ", i, " of run \"", layout.options().run, "\" is \"", first.parameters(i).name(),
         "\" (owner ", first.owners(i), "), rank ", layout.options().rank, " registers \"",
-        layout.parameters()[i].name, "\" there"));
+        layout.matrices()[i].name, "\" there"));
   }
   return answers;
 }

@@ -12,8 +12,12 @@
 // machine is told, and the session's own thread opens a new link after a backoff. That thread also
 // sends heartbeats, and is the only one that cancels and destroys streams.
 //
-// Files: session.cc (connecting, and the calls of a step), session_wait.cc (waiting),
-// session_links.cc (streams, own thread), session_updates.cc (what arrives, and applying it).
+// Files: session.cc (connecting, life), session_step.cc (the calls of a step), session_wait.cc
+// (waiting), session_links.cc (streams, own thread), session_updates.cc (what arrives, and applying
+// it), session_weights.cc (initial weights).
+//
+// Users speak of blocks of parameters; the machines and the wire of those blocks' parts in each
+// matrix ("wire blocks", client/layout.h), which differ where a parameter is a stack of matrices.
 #ifndef STIEFEL_CLIENT_SESSION_H_
 #define STIEFEL_CLIENT_SESSION_H_
 
@@ -125,8 +129,9 @@ class Session {
     std::unique_ptr<char[]> staging;  // kept for the next step
   };
 
-  // Memory of one version (step, attempt, round) of a pull block. A copy that is late for its
-  // version still owns the buffer it was given, so it can never write over a newer one.
+  // Memory of one version (step, attempt, round) of a wire block that is pulled. A copy that is
+  // late for its version still owns the buffer it was given, so it can never write over a newer
+  // one.
   struct Buffer {
     std::unique_ptr<char[]> bytes;
     int users = 0;  // copies into it and Apply calls out of it; guarded by mutex_
@@ -140,8 +145,14 @@ class Session {
     bool absent = false;
     bool applied = false;
   };
-  struct Copy {  // of one piece of an arriving chunk
-    int32_t block = 0;
+  // How an update is taken in.
+  struct Application {
+    bool delta = false;  // else weights are copied
+    float decay = 1;
+    uint64_t seed = 0;
+  };
+  struct Copy {         // of one piece of an arriving chunk
+    int32_t block = 0;  // on the wire
     UpdateVerdict verdict = UpdateVerdict::kDiscard;
     std::shared_ptr<Buffer> buffer;
     char* target = nullptr;
@@ -192,8 +203,21 @@ class Session {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   char* PlaceFor(const v1::ChunkHeader& header, int32_t block, std::shared_ptr<Buffer>* buffer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The pull block has an update to take in: null if it was skipped or untouched.
-  absl::StatusOr<Pulled*> ReadyBlock(int32_t pull_block) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The wire block has an update to take in: null if it was skipped or untouched.
+  absl::StatusOr<Pulled*> Ready(int32_t wire) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<const char*> JoinedDelta(int32_t pull_block) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status TakeUpdates(const LayoutBlock& block, std::vector<std::shared_ptr<Buffer>>* buffers)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Application ApplicationOf(int32_t pull_block, const ApplyOptions& options) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // ---- the calls of a step (session_step.cc), initial weights (session_weights.cc)
+  // The gradient where it lies, or copied into `staging` as the wire wants it.
+  absl::StatusOr<const char*> Stage(const LayoutBlock& spec, size_t source, const std::string& part,
+                                    const TensorView& gradient, std::unique_ptr<char[]>* staging)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status SendInitWeights(int32_t server, std::vector<OutgoingChunk> chunks)
+      ABSL_LOCKS_EXCLUDED(mutex_);
 
   // ---- waiting (session_wait.cc)
   static int64_t DeadlineAfter(absl::Duration timeout);
@@ -215,7 +239,7 @@ class Session {
   const std::shared_ptr<BorrowedMemory> borrowed_ = std::make_shared<BorrowedMemory>();
   // Constant after Connect.
   std::vector<size_t> first_source_;  // by push block: index of its part 0 in sources_
-  std::vector<int32_t> owners_;       // by parameter: index of its server
+  std::vector<int32_t> owners_;       // by matrix: index of its server
   int64_t step_timeout_ = 0;          // microseconds, as the next
   int64_t lease_ = 0;
   int64_t chunk_bytes_ = 0;
@@ -229,7 +253,8 @@ class Session {
   std::optional<LeaderMachine> leader_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::pair<int32_t, v1::ServerMessage>> early_ ABSL_GUARDED_BY(mutex_);
   std::vector<Source> sources_ ABSL_GUARDED_BY(mutex_);
-  std::vector<Pulled> pulled_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Pulled> pulled_ ABSL_GUARDED_BY(mutex_);                   // by wire block
+  std::vector<std::unique_ptr<char[]>> joined_ ABSL_GUARDED_BY(mutex_);  // by pull block; see Delta
 
   StepOptions step_options_ ABSL_GUARDED_BY(mutex_);
   std::optional<v1::Decided> decided_ ABSL_GUARDED_BY(mutex_);  // of the target step, not a drop

@@ -254,10 +254,11 @@ bool Session::NextChunk(int32_t server, Link** link, size_t* stream, OutgoingChu
     if (piece.absent) continue;
     wire->set_offset(piece.offset);
     wire->set_count(piece.count);
-    const int64_t size = DTypeSize(layout_.push()[piece.block].dtype);
-    const Source& source = sources_[first_source_[piece.block] + piece.part];
-    chunk->payload.push_back(
-        {source.data + piece.offset * size, static_cast<size_t>(piece.count * size)});
+    const WireBlock& block = layout_.wire_push()[piece.block];
+    const int64_t size = DTypeSize(block.dtype);
+    const Source& source = sources_[first_source_[block.block] + piece.part];
+    chunk->payload.push_back({source.data + (block.first + piece.offset) * size,
+                              static_cast<size_t>(piece.count * size)});
     timings_.bytes_pushed += piece.count * size;
   }
   ++timings_.chunks_pushed;

@@ -34,8 +34,8 @@ StepOutcome Session::ToOutcome(const StepEnd& end) const {
   outcome.attempt = end.attempt;
   outcome.grad_norm = end.grad_norm;
   for (const int32_t matrix : end.skipped_matrices) {
-    if (matrix >= 0 && matrix < static_cast<int32_t>(layout_.parameters().size())) {
-      outcome.skipped.push_back(layout_.parameters()[matrix].name);
+    if (matrix >= 0 && matrix < static_cast<int32_t>(layout_.matrices().size())) {
+      outcome.skipped.push_back(layout_.matrices()[matrix].name);
     }
   }
   outcome.reason = end.reason;
@@ -45,8 +45,11 @@ StepOutcome Session::ToOutcome(const StepEnd& end) const {
 std::optional<StepEnd> Session::EndOf(int32_t parameter) const {
   std::optional<StepEnd> end = trainer_->End();
   if (end || parameter < 0 || !decided_ || decided_->step() != trainer_->target()) return end;
-  for (int32_t b = 0; b < static_cast<int32_t>(layout_.pull().size()); ++b) {
-    if (layout_.pull()[b].parameter == parameter && !trainer_->BlockReady(b)) return std::nullopt;
+  for (int32_t b = 0; b < static_cast<int32_t>(layout_.wire_pull().size()); ++b) {
+    const int32_t matrix = layout_.wire_pull()[b].matrix;
+    if (layout_.matrices()[matrix].parameter == parameter && !trainer_->BlockReady(b)) {
+      return std::nullopt;
+    }
   }
   end.emplace();
   end->step = decided_->step();

@@ -1,6 +1,7 @@
 #include "client/tensor.h"
 
 #include <cstring>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -98,8 +99,54 @@ ElementType ToElementType(DType dtype) {
   return ElementType::kFp32;
 }
 
-absl::StatusOr<Walk2d> CheckView(const TensorView& view, int64_t rows, int64_t cols,
-                                 const std::string& what) {
+Walk Walk::Rows(int64_t begin, int64_t end) const {
+  Walk slice = *this;
+  slice.rows = end - begin;
+  if (contiguous) {
+    slice.data += begin * cols * ElementTypeSize(type);
+  } else {
+    slice.first_row += begin;
+  }
+  return slice;
+}
+
+namespace {
+
+// The dimensions as few as possible; one of size 1 says nothing.
+std::vector<WalkDim> Merged(const std::vector<WalkDim>& dims) {
+  std::vector<WalkDim> merged;
+  for (const WalkDim& dim : dims) {
+    if (dim.size == 1) continue;
+    if (!merged.empty() && merged.back().stride == dim.size * dim.stride) {
+      merged.back() = {merged.back().size * dim.size, dim.stride};
+    } else {
+      merged.push_back(dim);
+    }
+  }
+  if (merged.empty()) merged.push_back({1, 0});
+  return merged;
+}
+
+// How many leading dimensions make up the rows; nothing where the view is not of the block's shape.
+std::optional<size_t> RowDimensions(const std::vector<int64_t>& shape, int64_t rows, int64_t cols) {
+  int64_t leading = 1;
+  for (size_t d = 0; d <= shape.size(); ++d) {
+    if (leading == rows) {
+      int64_t trailing = 1;
+      for (size_t i = d; i < shape.size(); ++i) {
+        if (!CheckedMul(trailing, shape[i], &trailing)) return std::nullopt;
+      }
+      if (trailing == cols) return d;
+    }
+    if (d < shape.size() && !CheckedMul(leading, shape[d], &leading)) return std::nullopt;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+absl::StatusOr<Walk> CheckView(const TensorView& view, int64_t rows, int64_t cols,
+                               const std::string& what) {
   if (view.type != ElementType::kFp32 && view.type != ElementType::kBf16 &&
       view.type != ElementType::kFp16 && view.type != ElementType::kFp64) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -109,49 +156,55 @@ absl::StatusOr<Walk2d> CheckView(const TensorView& view, int64_t rows, int64_t c
   for (const int64_t size : view.shape) {
     if (size < 0) return Unfit(what, view, rows, cols);
   }
-  const size_t dims = view.shape.size();
-  const bool flat = dims == 1 && view.shape[0] == rows * cols;
-  const bool matrix = dims == 2 && view.shape[0] == rows && view.shape[1] == cols;
-  if (!flat && !matrix) return Unfit(what, view, rows, cols);
-  if (!view.strides.empty() && view.strides.size() != dims) {
+  const size_t count = view.shape.size();
+  const bool flat = count == 1 && view.shape[0] == rows * cols;
+  const std::optional<size_t> row_dims =
+      flat ? std::optional<size_t>(1) : RowDimensions(view.shape, rows, cols);
+  if (count == 0 || !row_dims) return Unfit(what, view, rows, cols);
+  if (!view.strides.empty() && view.strides.size() != count) {
     return absl::InvalidArgumentError(
-        absl::StrCat(what, ": ", view.strides.size(), " strides for ", dims, " dimensions"));
+        absl::StrCat(what, ": ", view.strides.size(), " strides for ", count, " dimensions"));
   }
   if (view.data == nullptr) return absl::InvalidArgumentError(absl::StrCat(what, ": no data"));
-  Walk2d walk;
+  std::vector<WalkDim> dims(count);
+  int64_t plain = 1;  // stride of a contiguous view
+  for (size_t d = count; d-- > 0;) {
+    dims[d] = {view.shape[d], view.strides.empty() ? plain : view.strides[d]};
+    plain *= view.shape[d];
+    int64_t extent = 0;
+    if (!CheckedMul(dims[d].stride, dims[d].size, &extent) || !CheckedMul(extent, 8, &extent)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(what, ": a stride of ", dims[d].stride, " overflows"));
+    }
+  }
+  if (flat) dims = {{rows, dims[0].stride * cols}, {cols, dims[0].stride}};
+  Walk walk;
   walk.data = static_cast<const char*>(view.data);
   walk.type = view.type;
   walk.rows = rows;
   walk.cols = cols;
-  walk.col_stride = view.strides.empty() ? 1 : view.strides.back();
-  walk.row_stride = view.strides.empty() ? cols : view.strides[0];
-  if (flat && !view.strides.empty() && !CheckedMul(walk.col_stride, cols, &walk.row_stride)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(what, ": a stride of ", walk.col_stride, " overflows"));
-  }
-  walk.contiguous = (walk.col_stride == 1 || cols == 1) && (walk.row_stride == cols || rows == 1);
+  const auto boundary = dims.begin() + static_cast<int64_t>(*row_dims);
+  walk.row_dims = Merged({dims.begin(), boundary});
+  walk.col_dims = Merged({boundary, dims.end()});
+  walk.contiguous = walk.col_dims.size() == 1 && walk.row_dims.size() == 1 &&
+                    (walk.col_dims[0].stride == 1 || cols == 1) &&
+                    (walk.row_dims[0].stride == cols || rows == 1);
   return walk;
 }
 
-void CopyAs(const Walk2d& view, DType dtype, void* target) {
-  if (view.contiguous) {
-    return ConvertRun(view.data, view.type, dtype, target, view.rows * view.cols);
-  }
+void CopyAs(const Walk& view, DType dtype, void* target) {
   const int64_t size = ElementTypeSize(view.type);
-  const int64_t target_row_bytes = view.cols * DTypeSize(dtype);
-  std::vector<char> row;
-  for (int64_t i = 0; i < view.rows; ++i) {
-    const char* source = view.data + i * view.row_stride * size;
-    if (view.col_stride != 1) {
-      row.resize(view.cols * size);
-      for (int64_t j = 0; j < view.cols; ++j) {
-        std::memcpy(row.data() + j * size, source + j * view.col_stride * size, size);
+  char scratch[kWalkRun * 8];
+  ForEachRun(view, [&](int64_t first, const char* source, int64_t stride, int64_t count) {
+    if (stride != 1) {
+      for (int64_t k = 0; k < count; ++k) {
+        std::memcpy(scratch + k * size, source + k * stride * size, static_cast<size_t>(size));
       }
-      source = row.data();
+      source = scratch;
     }
-    ConvertRun(source, view.type, dtype, static_cast<char*>(target) + i * target_row_bytes,
-               view.cols);
-  }
+    ConvertRun(source, view.type, dtype, static_cast<char*>(target) + first * DTypeSize(dtype),
+               count);
+  });
 }
 
 }  // namespace stiefel

@@ -13,10 +13,10 @@ namespace {
 
 using ::testing::HasSubstr;
 
-Walk2d MustCheck(const TensorView& view, int64_t rows, int64_t cols) {
+Walk MustCheck(const TensorView& view, int64_t rows, int64_t cols) {
   const auto walk = CheckView(view, rows, cols, "w");
   EXPECT_TRUE(walk.ok()) << walk.status();
-  return walk.ok() ? *walk : Walk2d();
+  return walk.ok() ? *walk : Walk();
 }
 
 // Every view of the same numbers gives the same bytes, in every wire dtype. CASES A18.
@@ -59,7 +59,7 @@ TEST(TensorTest, ViewsEqualTheirContiguousCopy) {
         }
       }
     }
-    const Walk2d walk = MustCheck(
+    const Walk walk = MustCheck(
         {memory.data() + base * size, type, {rows, cols}, {row_stride, col_stride}}, rows, cols);
     for (const DType wire : {DType::kFp32, DType::kBf16, DType::kFp16}) {
       std::vector<char> got(plain.size() * DTypeSize(wire));
@@ -68,6 +68,53 @@ TEST(TensorTest, ViewsEqualTheirContiguousCopy) {
       Convert(plain.data(), DType::kFp32, expected.data(), wire, plain.size());
       ASSERT_EQ(got, expected) << rows << " x " << cols << " " << ElementTypeName(type);
     }
+  }
+}
+
+// Views of more dimensions: the leading ones are the rows, whatever the order in memory, and rows
+// can be taken out of the middle.
+TEST(TensorTest, ViewsOfAnyNumberOfDimensions) {
+  std::mt19937_64 random(3);
+  for (int trial = 0; trial < 300; ++trial) {
+    std::vector<int64_t> shape;
+    const size_t dims = 3 + random() % 3;
+    for (size_t d = 0; d < dims; ++d) shape.push_back(1 + random() % 4);
+    shape.back() = 1 + random() % 20;
+    // Strides of a random order of the dimensions.
+    std::vector<size_t> order(dims);
+    for (size_t d = 0; d < dims; ++d) order[d] = d;
+    if (trial % 3 != 0) std::shuffle(order.begin(), order.end(), random);
+    std::vector<int64_t> strides(dims);
+    int64_t elements = 1;
+    for (size_t k = dims; k-- > 0;) {
+      strides[order[k]] = elements;
+      elements *= shape[order[k]];
+    }
+    const size_t boundary = 1 + random() % (dims - 1);
+    int64_t rows = 1;
+    for (size_t d = 0; d < boundary; ++d) rows *= shape[d];
+    const int64_t cols = elements / rows;
+    std::vector<float> memory(elements);
+    std::vector<float> plain(elements);
+    for (int64_t n = 0; n < elements; ++n) {
+      int64_t offset = 0, left = n;
+      for (size_t d = dims; d-- > 0;) {
+        offset += left % shape[d] * strides[d];
+        left /= shape[d];
+      }
+      memory[offset] = plain[n] = static_cast<float>(n);
+    }
+    Walk walk = MustCheck({memory.data(), ElementType::kFp32, shape, strides}, rows, cols);
+    EXPECT_EQ(walk.contiguous, memory == plain);
+    const int64_t begin = random() % rows;
+    const int64_t end = begin + 1 + random() % (rows - begin);
+    std::vector<float> got(elements, -1);
+    CopyAs(walk, DType::kFp32, got.data());
+    EXPECT_EQ(got, plain);
+    walk = walk.Rows(begin, end);
+    std::vector<float> part((end - begin) * cols);
+    CopyAs(walk, DType::kFp32, part.data());
+    EXPECT_EQ(part, std::vector<float>(plain.begin() + begin * cols, plain.begin() + end * cols));
   }
 }
 
@@ -85,7 +132,9 @@ TEST(TensorTest, RefusesWhatDoesNotFit) {
   refuse({data.data(), ElementType::kBool, {3, 5}, {}}, "bool");
   refuse({data.data(), ElementType::kFp32, {16}, {}}, "[16]");
   refuse({data.data(), ElementType::kFp32, {15, 1}, {}}, "[15, 1]");
-  refuse({data.data(), ElementType::kFp32, {1, 3, 5}, {}}, "[1, 3, 5]");
+  refuse({data.data(), ElementType::kFp32, {5, 3}, {}}, "[5, 3]");
+  refuse({data.data(), ElementType::kFp32, {1, 5, 3}, {}}, "[1, 5, 3]");
+  refuse({data.data(), ElementType::kFp32, {3, 5, 2}, {}}, "[3, 5, 2]");
   refuse({data.data(), ElementType::kFp32, {-3, -5}, {}}, "[-3, -5]");
   refuse({data.data(), ElementType::kFp32, {}, {}}, "15 elements");
   refuse({data.data(), ElementType::kFp32, {3, 5}, {1}}, "1 strides");
@@ -148,9 +197,9 @@ TEST(ApplyTest, StochasticRoundingKeepsTheMeanAndTheNeighbours) {
 TEST(ApplyTest, SmallDeltasReachBf16WeightsOnAverage) {
   std::vector<float> delta(4096, 1.0f / 4096);
   std::vector<uint16_t> weights(4096, FloatToBf16(1.0f));
-  const Walk2d walk = MustCheck({weights.data(), ElementType::kBf16, {64, 64}, {}}, 64, 64);
+  const Walk walk = MustCheck({weights.data(), ElementType::kBf16, {64, 64}, {}}, 64, 64);
   for (int step = 0; step < 64; ++step) {
-    ApplyDeltaBf16(delta.data(), DType::kFp32, 1.0f, MixBits(step), walk);
+    ApplyDeltaBf16(delta.data(), DType::kFp32, 1.0f, MixBits(step), 0, walk);
   }
   double mean = 0;
   for (const uint16_t w : weights) mean += Bf16ToFloat(w) / 4096.0;

@@ -55,17 +55,25 @@ enum class Outcome {
 };
 
 // A parameter as every rank registers it; the list, in the same order, is the same on all ranks.
+//
+// Which axes make up matrices is said, never guessed (plan/shape.h): the first `stack_dims` of the
+// shape count matrices, the next one is the rows, the others together the columns. So [E, out, in]
+// with stack_dims = 1 is a stack of E matrices "name[0]" .. "name[E-1]", each placed and updated on
+// its own; [out, in, kh, kw] with stack_dims = 0 is a convolution, one matrix of out x (in kh kw).
+// Blocks are rectangles of the stacked view, the matrices one below the other.
 struct ParameterSpec {
   std::string name;
-  std::vector<int64_t> shape;  // [rows, cols] with rows = outputs, or [n]
+  std::vector<int64_t> shape;  // [rows, cols] with rows = outputs, [n], or more dimensions
   Rule rule;                   // PresetRule("muon"), SetOption(...)
   int32_t group = 0;
   DType push_dtype = DType::kFp32;       // gradients on the wire
   std::optional<DType> pull_dtype = {};  // deltas or weights on the wire; default push_dtype
   Reduce reduce = Reduce::kMean;         // over the ranks that push an element
+  std::optional<int> stack_dims = {};    // needed where the shape has more than two dimensions
 
-  int64_t rows() const { return shape.size() == 2 ? shape[0] : 1; }
-  int64_t cols() const { return shape.empty() ? 0 : shape.back(); }
+  // Of the stacked view; at most the largest int64.
+  int64_t rows() const;
+  int64_t cols() const;
 };
 
 // A rectangle of a parameter that this rank pushes in every step.
@@ -83,8 +91,8 @@ struct PullBlock {
 // Every parameter whole, in order: block i is parameter i.
 std::vector<PushBlock> WholePushBlocks(const std::vector<ParameterSpec>& parameters);
 std::vector<PullBlock> WholePullBlocks(const std::vector<ParameterSpec>& parameters);
-// Rows [rank * rows / world_size, (rank + 1) * rows / world_size) of every parameter (columns of a
-// 1-D one), as FSDP cuts them. Parameters of which a rank gets nothing have no block.
+// Rows [rank * rows / world_size, (rank + 1) * rows / world_size) of every parameter's stacked view
+// (columns of a 1-D one), as FSDP cuts them. Parameters of which a rank gets nothing have no block.
 std::vector<PushBlock> RowPushBlocks(const std::vector<ParameterSpec>& parameters, int32_t rank,
                                      int32_t world_size);
 std::vector<PullBlock> RowPullBlocks(const std::vector<ParameterSpec>& parameters, int32_t rank,
@@ -138,7 +146,7 @@ struct StepOutcome {
   int64_t step = 0;
   int32_t attempt = 0;
   double grad_norm = 0;              // after grad_scale, before clipping
-  std::vector<std::string> skipped;  // parameters left out (CommitMode::kPerMatrix)
+  std::vector<std::string> skipped;  // matrices left out (CommitMode::kPerMatrix)
   std::string reason;                // of a skip or drop
 };
 
@@ -226,8 +234,10 @@ class Trainer {
   absl::StatusOr<StepOutcome> WaitParameter(std::string_view parameter,
                                             absl::Duration timeout = absl::InfiniteDuration());
 
-  // The received bytes of a pull block (row-major, wire dtype), until Done. NOT_FOUND: there are
-  // none, the parameter was skipped or untouched. FAILED_PRECONDITION: not here yet.
+  // The received bytes of a pull block (row-major, wire dtype), until Done; those of several
+  // matrices of a stack are put together first. NOT_FOUND: there are none, the parameter was
+  // skipped or untouched. Matrices of a stack that were are zeros in DELTA mode, and NOT_FOUND
+  // names them in WEIGHTS mode. FAILED_PRECONDITION: not here yet.
   absl::StatusOr<TensorView> Delta(int32_t pull_block) const;
   absl::StatusOr<TensorView> Delta(std::string_view parameter) const;
 

@@ -90,6 +90,15 @@ absl::Status TrainerMachine::Push(int32_t block, int32_t part, bool absent) {
   return absl::OkStatus();
 }
 
+std::optional<std::pair<int32_t, int32_t>> TrainerMachine::FirstUnpushed() const {
+  for (int32_t block = 0; begun_ && block < static_cast<int32_t>(push_.size()); ++block) {
+    for (int32_t part = 0; part < push_[block].parts; ++part) {
+      if (pushed_.count({block, part}) == 0) return std::make_pair(block, part);
+    }
+  }
+  return std::nullopt;
+}
+
 absl::Status TrainerMachine::EndPush(v1::EndPush fields, TrainerSends* sends) {
   if (!fatal_.ok()) return fatal_;
   if (!begun_)
@@ -98,14 +107,10 @@ absl::Status TrainerMachine::EndPush(v1::EndPush fields, TrainerSends* sends) {
   if (ended_)
     return absl::FailedPreconditionError(
         absl::StrCat("EndPush of step ", begun_->step(), " was given before"));
-  for (int32_t block = 0; block < static_cast<int32_t>(push_.size()); ++block) {
-    for (int32_t part = 0; part < push_[block].parts; ++part) {
-      if (pushed_.count({block, part}) == 0) {
-        return absl::FailedPreconditionError(
-            absl::StrCat("EndPush of step ", begun_->step(), ": block ", block, " part ", part,
-                         " was neither pushed nor declared absent"));
-      }
-    }
+  if (const auto missing = FirstUnpushed()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("EndPush of step ", begun_->step(), ": block ", missing->first, " part ",
+                     missing->second, " was neither pushed nor declared absent"));
   }
   fields.set_step(begun_->step());
   fields.set_attempt(begun_->attempt());

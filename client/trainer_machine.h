@@ -134,6 +134,8 @@ class TrainerMachine {
   // For messages: which servers have not delivered, in words.
   std::vector<int32_t> UnfinishedServers() const;
   bool AllSent(int32_t server) const;
+  // The first (block, part) that EndPush of the begun step would miss.
+  std::optional<std::pair<int32_t, int32_t>> FirstUnpushed() const;
   std::string CanonicalBytes() const;
 
  private:
