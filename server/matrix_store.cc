@@ -30,10 +30,7 @@ std::string ExplainGradient(const MatrixJob& job, int64_t count) {
 
 absl::Status RunStepJob(const MatrixJob& job, Stream* stream, DeviceBuffer* workspace,
                         StepResult* result, std::string* explanation) {
-  if (job.zero_state) {
-    for (float* state : job.state)
-      stream->Zero(state, job.state_elements * static_cast<int64_t>(sizeof(float)));
-  }
+  if (job.zero_elements != nullptr) stream->Zero(job.zero_elements, job.elementwise_bytes);
   const absl::Status enqueued =
       job.rule->Compute(stream, job.gradient, job.args, job.buffers, workspace, result);
   const absl::Status computed = stream->Synchronize();
@@ -67,6 +64,8 @@ uint64_t HashMatrix(const HashInput& input) {
       left -= now;
     }
   }
+  if (input.small_state != nullptr)
+    hash.Update(input.small_state, static_cast<size_t>(input.small_state_bytes));
   if (input.weights != nullptr)
     hash.Update(input.weights, static_cast<size_t>(input.weights_bytes));
   return hash.Digest();
@@ -78,7 +77,7 @@ absl::StatusOr<std::unique_ptr<MatrixStore>> MatrixStore::Create(int32_t index,
                                                                  std::shared_ptr<Backend> backend) {
   std::unique_ptr<MatrixStore> store(new MatrixStore(index, spec, weights_mode, backend));
   absl::StatusOr<std::unique_ptr<MatrixRule>> rule =
-      MatrixRule::Create(spec->rule, spec->rows, spec->cols, backend.get());
+      MatrixRule::Create(spec->rule, spec->rows, spec->cols, backend.get(), spec->partner_shape);
   if (!rule.ok())
     return absl::Status(rule.status().code(),
                         absl::StrCat("parameter \"", spec->name, "\": ", rule.status().message()));
@@ -86,8 +85,13 @@ absl::StatusOr<std::unique_ptr<MatrixStore>> MatrixStore::Create(int32_t index,
   return store;
 }
 
-int64_t MatrixStore::StateBytes() const {
-  return static_cast<int64_t>(rule_->State().size() * sizeof(float)) * spec_->elements();
+int64_t MatrixStore::StateBytes(bool elementwise) const {
+  int64_t bytes = 0;
+  for (const StateBuffer& buffer : rule_->State()) {
+    if (buffer.elementwise == elementwise)
+      bytes += static_cast<int64_t>(sizeof(float)) * buffer.rows * buffer.cols;
+  }
+  return bytes;
 }
 
 int64_t MatrixStore::WeightBytes() const {
@@ -102,16 +106,21 @@ absl::Status MatrixStore::AllocateState(const std::vector<MatrixStore*>& stores,
                                         const std::shared_ptr<Backend>& backend) {
   std::vector<int64_t> sizes;
   for (const MatrixStore* store : stores) {
-    sizes.push_back(store->StateBytes());
+    sizes.push_back(store->StateBytes(/*elementwise=*/true));
+    sizes.push_back(store->StateBytes(/*elementwise=*/false));
     sizes.push_back(store->WeightBytes());
   }
+  STIEFEL_ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, backend->CreateStream());
   STIEFEL_ASSIGN_OR_RETURN(auto buffers, AllocateTogether(backend, sizes));
   auto next = buffers.begin();
   for (MatrixStore* store : stores) {
     store->state_ = *next++;
+    store->small_state_ = *next++;
     store->weights_ = *next++;
+    // At once, not in the first job: that of the partner may run beside it.
+    stream->Zero(store->small_state_->data(), store->small_state_->bytes());
   }
-  return absl::OkStatus();
+  return stream->Synchronize();
 }
 
 absl::Status MatrixStore::AllocateSteps(const std::vector<MatrixStore*>& stores, Staging staging,
@@ -131,7 +140,8 @@ absl::Status MatrixStore::AllocateSteps(const std::vector<MatrixStore*>& stores,
     int64_t gradient = 0;
     for (const PushRegion& region : regions[store->index_])
       gradient += region.block.elements() * region.block.parts * element;
-    sizes.push_back(twice ? store->StateBytes() : 0);
+    sizes.push_back(twice ? store->StateBytes(/*elementwise=*/true) : 0);
+    sizes.push_back(store->StateBytes(/*elementwise=*/false));
     sizes.push_back(store->WeightBytes());
     sizes.push_back(store->PayloadBytes());
     sizes.push_back(gradient);
@@ -139,11 +149,12 @@ absl::Status MatrixStore::AllocateSteps(const std::vector<MatrixStore*>& stores,
   STIEFEL_ASSIGN_OR_RETURN(auto buffers, AllocateTogether(backend, sizes));
   auto next = buffers.begin();
   for (MatrixStore* store : stores) {
-    store->staged_ = twice ? *next : nullptr;
-    store->staged_weights_ = *(next + 1);
-    store->payload_ = *(next + 2);
-    store->gradient_ = *(next + 3);
-    next += 4;
+    const std::shared_ptr<SharedBuffer> staged = *next++;
+    store->staged_ = twice ? staged : nullptr;
+    store->staged_small_ = *next++;
+    store->staged_weights_ = *next++;
+    store->payload_ = *next++;
+    store->gradient_ = *next++;
     store->regions_ = std::move(regions[store->index_]);
     char* data = store->gradient_->data();
     for (PushRegion& region : store->regions_) {
@@ -159,10 +170,16 @@ char* MatrixStore::PieceTarget(int32_t region, int32_t part, int64_t offset) con
   return r.data + (part * r.block.elements() + offset) * DTypeSize(spec_->push_dtype);
 }
 
-std::vector<float*> MatrixStore::StatePointers(const SharedBuffer& buffer) const {
+std::vector<float*> MatrixStore::StatePointers(const SharedBuffer* elementwise,
+                                               const SharedBuffer* small) const {
+  float* next[2] = {small == nullptr ? nullptr : small->floats(),
+                    elementwise == nullptr ? nullptr : elementwise->floats()};
   std::vector<float*> pointers;
-  for (size_t i = 0; i < rule_->State().size(); ++i)
-    pointers.push_back(buffer.floats() + static_cast<int64_t>(i) * spec_->elements());
+  for (const StateBuffer& buffer : rule_->State()) {
+    float*& here = next[buffer.elementwise];
+    pointers.push_back(here);
+    if (here != nullptr) here += buffer.rows * buffer.cols;
+  }
   return pointers;
 }
 
@@ -234,7 +251,7 @@ absl::Status MatrixStore::MakeIdle(std::shared_ptr<SharedBuffer>* slot) {
 }
 
 absl::StatusOr<MatrixJob> MatrixStore::BeginJob(const StepKey& key, const Attempt& attempt,
-                                                double scale) {
+                                                double scale, const MatrixStore* partner) {
   update_.reset();
   staged_step_.reset();
   MatrixJob job;
@@ -243,13 +260,18 @@ absl::StatusOr<MatrixJob> MatrixStore::BeginJob(const StepKey& key, const Attemp
   job.rule = rule_.get();
   job.gradient = View(attempt);
   job.args = Args(key, attempt, scale);
-  job.state = StatePointers(*state_);
-  job.state_elements = spec_->elements();
-  job.zero_state = !zeroed_;
+  job.state = StatePointers(state_.get(), small_state_.get());
+  job.zero_elements = zeroed_ ? nullptr : state_->floats();
+  job.elementwise_bytes = state_->bytes();
   job.buffers.state.assign(job.state.begin(), job.state.end());
-  if (staged_ != nullptr) {
-    STIEFEL_RETURN_IF_ERROR(MakeIdle(&staged_));
-    job.buffers.staged_state = StatePointers(*staged_);
+  STIEFEL_RETURN_IF_ERROR(MakeIdle(&staged_small_));
+  if (staged_ != nullptr) STIEFEL_RETURN_IF_ERROR(MakeIdle(&staged_));
+  job.buffers.staged_state = StatePointers(staged_.get(), staged_small_.get());
+  if (partner != nullptr) {
+    const std::vector<float*> state = partner->StatePointers(nullptr, partner->small_state_.get());
+    job.buffers.partner_state.assign(state.begin(), state.end());
+    job.buffers.partner_weights = partner->weights_->floats();
+    job.pins = {SharedBuffer::Pin(partner->small_state_), SharedBuffer::Pin(partner->weights_)};
   }
   if (weights_mode_) {
     STIEFEL_RETURN_IF_ERROR(MakeIdle(&staged_weights_));
@@ -274,6 +296,7 @@ void MatrixStore::FinishJob(const MatrixJob& job, const StepResult& result,
   zeroed_ = true;
   figures_.compute_micros += micros;
   staged_step_ = Staged{job, result, explanation};
+  staged_step_->job.pins.clear();
   const bool finite = result.nonfinite_gradient == 0 && result.nonfinite_update == 0;
   update_ = MatrixUpdate{job.key, false, nullptr};
   if (finite) update_->buffer = sends_staged_weights() ? staged_weights_ : payload_;
@@ -284,23 +307,30 @@ void MatrixStore::SetAbsent(const StepKey& key) {
   update_ = MatrixUpdate{key, true, nullptr};
 }
 
+const char* MatrixStore::KindName(StepKind kind) const {
+  const Rule& rule = spec_->rule;
+  if (rule.family != RuleFamily::kSpectral && rule.family != RuleFamily::kPolora)
+    return "element_wise";
+  if (kind == StepKind::kRefresh) return "refresh";
+  return rule.off_refresh == OffRefresh::kTiled ? "tiled" : "row_wise";
+}
+
 std::optional<MatrixJob> MatrixStore::Commit(int64_t step) {
   std::optional<MatrixJob> absorb;
   if (!staged_step_ || staged_step_->job.key.step != step) return absorb;  // absent
   const Staged staged = *std::move(staged_step_);
   staged_step_.reset();
+  small_state_.swap(staged_small_);
   if (staged_ != nullptr) {
     state_.swap(staged_);
-  } else if (!rule_->State().empty()) {
+  } else if (state_->bytes() > 0) {
     absorb = staged.job;
+    absorb->state = StatePointers(state_.get(), small_state_.get());
   }
   if (weights_mode_) weights_.swap(staged_weights_);
 
   ++figures_.commits;
-  const bool refresh = staged.job.args.kind == StepKind::kRefresh;
-  figures_.last_kind = spec_->rule.family != RuleFamily::kSpectral ? "element_wise"
-                       : refresh                                   ? "refresh"
-                                                                   : "row_wise";
+  figures_.last_kind = KindName(staged.job.args.kind);
   figures_.update_rms = staged.result.update_rms;
   if (staged.result.newton_schulz) {
     ++figures_.refreshes;
@@ -328,10 +358,15 @@ void MatrixStore::Skip(const std::string& reason) {
 HashInput MatrixStore::PinForHash() const {
   HashInput input;
   input.name = spec_->name;
-  input.state_bytes = StateBytes();
+  input.state_bytes = state_->bytes();
   if (zeroed_ && input.state_bytes > 0) {
     input.state = state_->data();
     input.pins.push_back(SharedBuffer::Pin(state_));
+  }
+  if (small_state_->bytes() > 0) {
+    input.small_state = small_state_->data();
+    input.small_state_bytes = small_state_->bytes();
+    input.pins.push_back(SharedBuffer::Pin(small_state_));
   }
   if (weights_mode_) {
     input.weights = weights_->data();

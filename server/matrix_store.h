@@ -48,9 +48,11 @@ struct MatrixJob {
   GradientView gradient;
   StepArgs args;
   StepBuffers buffers;
-  std::vector<float*> state;  // to zero, or to absorb into
-  int64_t state_elements = 0;
-  bool zero_state = false;
+  std::vector<float*> state;       // all of it; to absorb into
+  float* zero_elements = nullptr;  // element-wise state as it was allocated: to zero first
+  int64_t elementwise_bytes = 0;   // of it
+  // What the job reads of another matrix stays as it is while they live.
+  std::vector<std::shared_ptr<const void>> pins;
 };
 
 // On the engine. Fills result and, where something is not finite, says what and whose.
@@ -75,7 +77,7 @@ struct MatrixUpdate {
 
 // For status, of committed steps only.
 struct MatrixFigures {
-  std::string last_kind;  // refresh, row_wise, element_wise; empty before the first step
+  std::string last_kind;  // refresh, row_wise, tiled, element_wise; empty before the first step
   int64_t last_refresh_step = 0;
   std::optional<double> residual;
   std::optional<double> update_rms;
@@ -89,8 +91,10 @@ struct MatrixFigures {
 // Memory of a matrix to be hashed, held as it is while the pins live.
 struct HashInput {
   std::string name;
-  const char* state = nullptr;  // null: all zero
+  const char* state = nullptr;  // element-wise; null: all zero
   int64_t state_bytes = 0;
+  const char* small_state = nullptr;
+  int64_t small_state_bytes = 0;
   const char* weights = nullptr;
   int64_t weights_bytes = 0;
   std::vector<std::shared_ptr<const void>> pins;
@@ -128,9 +132,11 @@ class MatrixStore {
   char* PieceTarget(int32_t region, int32_t part, int64_t offset) const;
 
   // A job for the open attempt of the machine, whose blocks are all here. Nothing of an earlier
-  // update is needed any more by whoever has not pinned it. RESOURCE_EXHAUSTED: a reader holds a
-  // buffer and there is no memory for another.
-  absl::StatusOr<MatrixJob> BeginJob(const StepKey& key, const Attempt& attempt, double scale);
+  // update is needed any more by whoever has not pinned it. `partner`: the store of spec().partner,
+  // whose committed weights and small state the job reads; null where the matrix has none.
+  // RESOURCE_EXHAUSTED: a reader holds a buffer and there is no memory for another.
+  absl::StatusOr<MatrixJob> BeginJob(const StepKey& key, const Attempt& attempt, double scale,
+                                     const MatrixStore* partner = nullptr);
   // It ended (the result may be not finite: `explanation` then says what and whose): stages it.
   void FinishJob(const MatrixJob& job, const StepResult& result, const std::string& explanation,
                  int64_t micros);
@@ -154,10 +160,13 @@ class MatrixStore {
       : index_(index), spec_(spec), weights_mode_(weights_mode), backend_(std::move(backend)) {}
 
   bool sends_staged_weights() const { return weights_mode_ && spec_->pull_dtype == DType::kFp32; }
-  int64_t StateBytes() const;
+  int64_t StateBytes(bool elementwise) const;
   int64_t WeightBytes() const;
   int64_t PayloadBytes() const;
-  std::vector<float*> StatePointers(const SharedBuffer& buffer) const;
+  // One pointer for each of the rule's buffers, null for those whose memory is not given.
+  std::vector<float*> StatePointers(const SharedBuffer* elementwise,
+                                    const SharedBuffer* small) const;
+  const char* KindName(StepKind kind) const;
   GradientView View(const Attempt& attempt) const;
   StepArgs Args(const StepKey& key, const Attempt& attempt, double scale) const;
   // Makes `slot` a buffer that nobody reads.
@@ -170,14 +179,16 @@ class MatrixStore {
   const std::shared_ptr<Backend> backend_;
   std::unique_ptr<MatrixRule> rule_;
 
-  std::shared_ptr<SharedBuffer> state_;
+  // The rule's state: the element-wise buffers one after the other, and the small ones likewise.
+  std::shared_ptr<SharedBuffer> state_, small_state_;
   std::shared_ptr<SharedBuffer> staged_;  // null: lazy
+  std::shared_ptr<SharedBuffer> staged_small_;
   std::shared_ptr<SharedBuffer> weights_, staged_weights_;
   std::shared_ptr<SharedBuffer> payload_;              // null: the staged weights are sent
   std::shared_ptr<SharedBuffer> gradient_;             // of all regions
   std::vector<std::shared_ptr<SharedBuffer>> spares_;  // whose readers were slow
   std::vector<PushRegion> regions_;                    // in rank order
-  bool zeroed_ = false;                                // state is not as allocated
+  bool zeroed_ = false;                                // state_ is not as allocated
 
   struct Staged {
     MatrixJob job;

@@ -211,7 +211,7 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
   void Do(action::Fence& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Do(action::EndRun& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool Current(const StepKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void RunCompute(const MatrixJob& job, int32_t matrix, const absl::Status& ready, Stream* stream,
+  void RunCompute(MatrixJob job, int32_t matrix, const absl::Status& ready, Stream* stream,
                   DeviceBuffer* workspace);
   void CommitStores(const v1::Decide& decision) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StartAbsorbs() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -70,7 +70,9 @@ void RunHost::Do(action::Compute& action, Turn* turn) {
   if (action.round > 0) {  // the updates of the round before are for nobody
     for (RankIo& io : ranks_) io.queue.DropUpdates(action.step, action.attempt, action.round - 1);
   }
-  absl::StatusOr<MatrixJob> job = store.BeginJob(key, machine_.attempt(), action.scale);
+  const int32_t partner = store.spec().partner;
+  absl::StatusOr<MatrixJob> job = store.BeginJob(key, machine_.attempt(), action.scale,
+                                                 partner < 0 ? nullptr : stores_.at(partner).get());
   if (!job.ok()) {
     v1::Vote::Matrix result;
     result.set_matrix(action.matrix);
@@ -81,13 +83,13 @@ void RunHost::Do(action::Compute& action, Turn* turn) {
   environment_.engine->Submit(
       store.WorkspaceBytes(),
       [self = shared_from_this(), job = *std::move(job), matrix = action.matrix](
-          const absl::Status& ready, Stream* stream, DeviceBuffer* workspace) {
-        self->RunCompute(job, matrix, ready, stream, workspace);
+          const absl::Status& ready, Stream* stream, DeviceBuffer* workspace) mutable {
+        self->RunCompute(std::move(job), matrix, ready, stream, workspace);
       });
 }
 
-void RunHost::RunCompute(const MatrixJob& job, int32_t matrix, const absl::Status& ready,
-                         Stream* stream, DeviceBuffer* workspace) {
+void RunHost::RunCompute(MatrixJob job, int32_t matrix, const absl::Status& ready, Stream* stream,
+                         DeviceBuffer* workspace) {
   bool wanted;
   {
     MutexLock lock(&mutex_);
@@ -99,6 +101,7 @@ void RunHost::RunCompute(const MatrixJob& job, int32_t matrix, const absl::Statu
   absl::Status status = ready;
   if (wanted && status.ok()) status = RunStepJob(job, stream, workspace, &result, &explanation);
   const int64_t micros = Now() - begin;
+  job.pins.clear();  // before the step can be decided: a commit makes these the staged buffers
   Turn turn;
   {
     MutexLock lock(&mutex_);

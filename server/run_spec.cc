@@ -70,6 +70,13 @@ absl::StatusOr<MatrixSpec> ResolveParameter(const v1::OpenRunRequest& opened, in
       !valid.ok()) {
     return absl::Status(valid.code(), absl::StrCat(what, ": ", valid.message()));
   }
+  if (NeedsWeights(matrix.rule) && opened.update_mode() != v1::WEIGHTS) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, ": ", matrix.rule.preset,
+                     " reads the weights, which servers hold in update mode WEIGHTS only; the run "
+                     "is opened in mode ",
+                     v1::UpdateMode_Name(opened.update_mode())));
+  }
   matrix.group = wire.group();
   matrix.mean = wire.reduce() != v1::SUM;
   STIEFEL_ASSIGN_OR_RETURN(matrix.push_dtype,
@@ -170,7 +177,11 @@ absl::StatusOr<std::shared_ptr<const RunSpec>> RunSpec::Create(const v1::OpenRun
     if (!spec->by_name_.emplace(matrix.name, i).second)
       return DuplicateName("parameter", matrix.name);
     if (matrix.owner == opened.server_index()) spec->owned_.push_back(i);
+    spec->groups_.insert(matrix.group);
     spec->matrices_.push_back(std::move(matrix));
+  }
+  for (int32_t i = 0; i < opened.parameters_size(); ++i) {
+    STIEFEL_RETURN_IF_ERROR(spec->ResolvePair(i));
   }
   STIEFEL_ASSIGN_OR_RETURN(
       spec->step_timeout_,
@@ -186,11 +197,29 @@ absl::StatusOr<std::shared_ptr<const RunSpec>> RunSpec::Create(const v1::OpenRun
   return std::shared_ptr<const RunSpec>(std::move(spec));
 }
 
-bool RunSpec::HasGroup(int32_t group) const {
-  for (const MatrixSpec& matrix : matrices_) {
-    if (matrix.group == group) return true;
+absl::Status RunSpec::ResolvePair(int32_t index) {
+  MatrixSpec& matrix = matrices_[index];
+  if (matrix.rule.family != RuleFamily::kPolora) return absl::OkStatus();
+  const auto found = by_name_.find(matrix.rule.pair);
+  if (found == by_name_.end()) {
+    return absl::InvalidArgumentError(absl::StrCat("parameter \"", matrix.name,
+                                                   "\": its other factor \"", matrix.rule.pair,
+                                                   "\" is not a parameter of the run"));
   }
-  return false;
+  const MatrixSpec& other = matrices_[found->second];
+  STIEFEL_RETURN_IF_ERROR(ValidatePair(matrix.name, matrix.rule, matrix.rows, matrix.cols,
+                                       other.name, other.rule, other.rows, other.cols));
+  if (other.owner != matrix.owner) {
+    const auto server = [this](int32_t owner) {
+      return absl::StrCat("server ", owner, " (", opened_.servers(owner), ")");
+    };
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the factors \"", matrix.name, "\" and \"", other.name, "\" are placed on ",
+        server(matrix.owner), " and ", server(other.owner), "; a pair belongs on one server"));
+  }
+  matrix.partner = found->second;
+  matrix.partner_shape.emplace(other.rows, other.cols);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<BlockSpec>> RunSpec::ResolvePush(

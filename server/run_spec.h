@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -28,6 +31,9 @@ struct MatrixSpec {
   DType push_dtype = DType::kFp32;
   DType pull_dtype = DType::kFp32;
   bool mean = true;
+  // The other factor of a polora pair, which has the same owner; -1: none.
+  int32_t partner = -1;
+  std::optional<std::pair<int64_t, int64_t>> partner_shape;
 
   int64_t elements() const { return rows * cols; }
 };
@@ -50,7 +56,8 @@ class RunSpec {
  public:
   // INVALID_ARGUMENT names the field and its value: unknown names or rules, sizes that are not
   // positive or overflow, phases or owners outside their range, duplicate names, non-positive
-  // timeouts, another protocol version (FAILED_PRECONDITION).
+  // timeouts, a rule that reads weights in DELTA mode, factors that are not a pair or have two
+  // owners, another protocol version (FAILED_PRECONDITION).
   static absl::StatusOr<std::shared_ptr<const RunSpec>> Create(const v1::OpenRunRequest& opened);
 
   const v1::OpenRunRequest& opened() const { return opened_; }
@@ -59,7 +66,7 @@ class RunSpec {
   const std::vector<int32_t>& owned() const { return owned_; }
   int32_t world_size() const { return opened_.world_size(); }
   bool weights_mode() const { return opened_.update_mode() == v1::WEIGHTS; }
-  bool HasGroup(int32_t group) const;
+  bool HasGroup(int32_t group) const { return groups_.count(group) > 0; }
 
   // Microseconds.
   int64_t step_timeout() const { return step_timeout_; }
@@ -77,11 +84,13 @@ class RunSpec {
 
  private:
   RunSpec() = default;
+  absl::Status ResolvePair(int32_t index);
 
   v1::OpenRunRequest opened_;
   std::vector<MatrixSpec> matrices_;
   std::vector<int32_t> owned_;
   std::map<std::string, int32_t> by_name_;
+  std::unordered_set<int32_t> groups_;
   int64_t step_timeout_ = 0;
   int64_t lease_ = 0;
   int64_t takeover_timeout_ = 0;
