@@ -25,8 +25,7 @@ absl::StatusOr<Contender> Make(const std::string& name, const std::string& prese
   return Contender{name, rule};
 }
 
-// Centres of the grids: the presets' own learning rates where these are meant for problems of this
-// size; a decade above where the scale divides by 0.2 sqrt(n).
+// Centres of the grids; with nine points they reach two decades either way.
 absl::StatusOr<std::vector<Contender>> Rules() {
   std::vector<Contender> rules;
   const struct {
@@ -34,7 +33,7 @@ absl::StatusOr<std::vector<Contender>> Rules() {
     double lr;
     std::vector<std::pair<std::string, std::string>> options;
   } list[] = {
-      {"sgd", 1, {{"beta", "0.9"}}},
+      {"sgd", 0.1, {{"beta", "0.9"}}},
       {"adamw", 3e-3, {}},
       {"lion", 1e-3, {}},
       {"muon", 0.02, {}},
@@ -42,8 +41,8 @@ absl::StatusOr<std::vector<Contender>> Rules() {
       {"muonbp", 0.02, {{"tile", "32"}}},
       {"normuon", 0.02, {}},
       {"turbo_muon", 0.02, {}},
-      {"samuon", 0.02, {}},
-      {"samuon_lite", 0.02, {}},
+      {"samuon", 0.005, {}},
+      {"samuon_lite", 0.005, {}},
       {"dion2", 0.02, {}},
       {"dion3", 0.02, {}},
       {"himuon", 0.02, {{"tile", "32"}}},
