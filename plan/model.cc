@@ -8,12 +8,15 @@
 #include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "common/errors.h"
 #include "common/status.h"
+#include "plan/pairs.h"
+#include "plan/shape.h"
 
 namespace stiefel {
 namespace {
@@ -151,53 +154,90 @@ absl::Status ReadSettings(const Json& object, const std::string& where, Settings
   return absl::OkStatus();
 }
 
-absl::Status ReadShape(const Json& shape, const std::string& where, ModelParameter* parameter) {
-  if (!shape.is_array() || shape.empty() || shape.size() > 2) {
-    return Bad(where, absl::StrCat("expected [rows, cols] or [n], got ", Shown(shape)));
+absl::StatusOr<std::vector<int64_t>> ReadShape(const Json& shape, const std::string& where) {
+  if (!shape.is_array()) {
+    return Bad(where, absl::StrCat("expected a list of sizes, got ", Shown(shape)));
   }
   std::vector<int64_t> sizes;
   for (const Json& size : shape) {
     STIEFEL_ASSIGN_OR_RETURN(sizes.emplace_back(),
                              Integer(size, where, 1, std::numeric_limits<int64_t>::max()));
   }
-  parameter->dimensions = static_cast<int>(sizes.size());
-  parameter->matrix.rows = sizes.size() == 2 ? sizes[0] : 1;
-  parameter->matrix.cols = sizes.back();
-  return absl::OkStatus();
+  return sizes;
 }
 
-absl::StatusOr<Rule> MakeRule(const Settings& settings, const ModelParameter& parameter) {
+absl::StatusOr<Rule> MakeRule(const Settings& settings) {
   STIEFEL_ASSIGN_OR_RETURN(Rule rule, PresetRule(settings.preset));
   for (const auto& [key, value] : settings.options) {
     STIEFEL_RETURN_IF_ERROR(SetOption(rule, key, value));
   }
-  STIEFEL_RETURN_IF_ERROR(
-      ValidateRule(rule, parameter.matrix.rows, parameter.matrix.cols, parameter.dimensions));
   return rule;
 }
 
-absl::StatusOr<ModelParameter> ReadParameter(const Json& object, int64_t index,
-                                             const Settings& defaults) {
+// The matrices of the parameter, by its shape and rule.
+absl::StatusOr<ParameterShape> ReadMatrices(const Json& object, const std::string& where,
+                                            const Settings& settings) {
+  STIEFEL_ASSIGN_OR_RETURN(const std::vector<int64_t> sizes,
+                           ReadShape(object["shape"], absl::StrCat(where, ".shape")));
+  std::optional<int64_t> stack_dims;
+  if (const auto it = object.find("stack_dims"); it != object.end()) {
+    STIEFEL_ASSIGN_OR_RETURN(stack_dims, Integer(*it, absl::StrCat(where, ".stack_dims"), 0,
+                                                 std::numeric_limits<int32_t>::max()));
+  }
+  const absl::StatusOr<Rule> rule = MakeRule(settings);
+  if (!rule.ok()) return Bad(where, rule.status().message());
+  absl::StatusOr<ParameterShape> shape =
+      ShapeOfParameter(object["name"].get<std::string>(), sizes, stack_dims, *rule);
+  if (!shape.ok()) return Bad(where, shape.status().message());
+  return shape;
+}
+
+absl::Status ReadParameter(const Json& object, int64_t index, const Settings& defaults,
+                           std::vector<ModelParameter>* parameters) {
   std::string where = absl::StrCat("parameters[", index, "]");
   STIEFEL_RETURN_IF_ERROR(CheckKeys(
-      object, where, {"name", "shape", "preset", "set", "push_dtype", "pull_dtype", "group"}));
+      object, where,
+      {"name", "shape", "stack_dims", "preset", "set", "push_dtype", "pull_dtype", "group"}));
   for (const char* key : {"name", "shape"}) {
     if (!object.contains(key)) return Bad(where, absl::StrCat("'", key, "' is missing"));
   }
-  ModelParameter parameter;
-  STIEFEL_ASSIGN_OR_RETURN(parameter.matrix.name,
-                           String(object["name"], absl::StrCat(where, ".name")));
+  STIEFEL_RETURN_IF_ERROR(String(object["name"], absl::StrCat(where, ".name")).status());
   where = absl::StrCat("parameter ", Shown(object["name"]));
-  STIEFEL_RETURN_IF_ERROR(ReadShape(object["shape"], absl::StrCat(where, ".shape"), &parameter));
   Settings settings = defaults;
   STIEFEL_RETURN_IF_ERROR(ReadSettings(object, where, &settings));
-  absl::StatusOr<Rule> rule = MakeRule(settings, parameter);
-  if (!rule.ok()) return Bad(where, rule.status().message());
-  parameter.matrix.rule = *std::move(rule);
-  parameter.matrix.push_dtype = settings.push_dtype;
-  parameter.matrix.pull_dtype = settings.pull_dtype;
-  parameter.group = settings.group;
-  return parameter;
+  STIEFEL_ASSIGN_OR_RETURN(ParameterShape shape, ReadMatrices(object, where, settings));
+  if (parameters->size() + shape.matrices.size() > kMaxModelParameters) {
+    return Bad(where, absl::StrCat("its ", shape.matrices.size(), " matrices are more than the ",
+                                   kMaxModelParameters, " that a model may have"));
+  }
+  for (StackedMatrix& matrix : shape.matrices) {
+    ModelParameter parameter;
+    parameter.matrix = {std::move(matrix.name), matrix.rows,         matrix.cols,
+                        std::move(matrix.rule), settings.push_dtype, settings.pull_dtype};
+    parameter.dimensions = shape.dimensions;
+    parameter.group = settings.group;
+    parameters->push_back(std::move(parameter));
+  }
+  return absl::OkStatus();
+}
+
+// Names are unique, and pairs meet.
+absl::Status CheckModel(ModelSpec* model) {
+  std::set<absl::string_view> names;
+  bool pairs = false;
+  for (const ModelParameter& parameter : model->parameters) {
+    if (!names.insert(parameter.matrix.name).second) {
+      return DuplicateName("parameter", parameter.matrix.name);
+    }
+    pairs |= parameter.matrix.rule.family == RuleFamily::kPolora;
+  }
+  if (!pairs) return absl::OkStatus();
+  std::vector<PlanMatrix> matrices = Matrices(*model);
+  STIEFEL_RETURN_IF_ERROR(ResolvePairs(&matrices));
+  for (size_t i = 0; i < matrices.size(); ++i) {
+    model->parameters[i].matrix.partner_elements = matrices[i].partner_elements;
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -230,15 +270,11 @@ absl::StatusOr<ModelSpec> ParseModel(absl::string_view text, const ModelOverride
     return Bad("parameters",
                absl::StrCat(parameters.size(), " entries; the most is ", kMaxModelParameters));
   }
-  std::set<std::string> names;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    STIEFEL_ASSIGN_OR_RETURN(ModelParameter parameter,
-                             ReadParameter(parameters[i], static_cast<int64_t>(i), defaults));
-    if (!names.insert(parameter.matrix.name).second) {
-      return DuplicateName("parameter", parameter.matrix.name);
-    }
-    model.parameters.push_back(std::move(parameter));
+    STIEFEL_RETURN_IF_ERROR(
+        ReadParameter(parameters[i], static_cast<int64_t>(i), defaults, &model.parameters));
   }
+  STIEFEL_RETURN_IF_ERROR(CheckModel(&model));
   return model;
 }
 

@@ -17,7 +17,8 @@
 //     "default": {"preset": "muon", "set": {"lr": 0.02}, "push_dtype": "bf16", "pull_dtype":
 //     "bf16", "group": 0}, "parameters": [
 //       {"name": "h.0.attn.c_attn.weight", "shape": [2304, 768]},
-//       {"name": "wte.weight", "shape": [50257, 768], "preset": "adamw", "set": {"lr": 0.0003}}
+//       {"name": "wte.weight", "shape": [50257, 768], "preset": "adamw", "set": {"lr": 0.0003}},
+//       {"name": "experts.w1", "shape": [8, 14336, 4096], "stack_dims": 1}
 //     ]
 //   }
 //
@@ -25,14 +26,16 @@
 // parameter takes from "default" what it does not say itself, but "set" only together with the
 // preset: a parameter that names a preset starts from that preset. "set" holds the rule options of
 // RULES.md section 8; its values are strings, numbers or booleans. Without any default the preset
-// is muon, dtypes fp32 (pull_dtype: that of push) and the group 0. A shape is [rows, cols], rows
-// being the outputs, or [n], which is a 1 x n matrix that only element-wise rules accept.
+// is muon, dtypes fp32 (pull_dtype: that of push) and the group 0. Shapes and "stack_dims" are
+// those of plan/shape.h: a stack is expanded to its matrices, "experts.w1[0]" and so on. The
+// factors of a polora pair name each other in "set": {"pair": "other name"}.
 
 namespace stiefel {
 
+// One matrix: a parameter, or one of its stack.
 struct ModelParameter {
   PlanMatrix matrix;
-  int dimensions = 2;
+  int dimensions = 2;  // of the matrix as the user shaped it
   int32_t group = 0;
 };
 
@@ -48,12 +51,12 @@ struct ModelOverrides {
   std::vector<std::pair<std::string, std::string>> options;  // Rule options, set last.
 };
 
-// Largest model file, in parameters.
+// Largest model, in matrices.
 inline constexpr int64_t kMaxModelParameters = 1000000;
 
 // INVALID_ARGUMENT, naming the parameter, key and value: text that is not JSON (with the position),
 // keys that are unknown or given twice, values of a wrong type or out of range, two parameters of
-// one name, rules that do not fit the shape.
+// one name, rules that do not fit the shape, polora factors without their partner.
 absl::StatusOr<ModelSpec> ParseModel(absl::string_view json, const ModelOverrides& overrides = {});
 
 // ParseModel of a file. NOT_FOUND or UNAVAILABLE if it cannot be read.

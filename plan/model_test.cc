@@ -63,6 +63,34 @@ TEST(ParseModel, OverridesChangeTheDefaultAlone) {
   EXPECT_EQ(model->parameters[1].matrix.rule.preset, "adamw");
 }
 
+TEST(ParseModel, StacksAreExpanded) {
+  const auto model = ParseModel(R"({"default": {"set": {"splits": "2,2"}}, "parameters": [
+      {"name": "w1", "shape": [2, 4, 6], "stack_dims": 1, "group": 2, "push_dtype": "bf16"},
+      {"name": "conv", "shape": [4, 3, 5, 5], "stack_dims": 0},
+      {"name": "norm", "shape": [3, 7, 2], "preset": "adamw"}]})");
+  ASSERT_TRUE(model.ok()) << model.status();
+  std::vector<std::string> shapes;
+  for (const PlanMatrix& matrix : Matrices(*model)) {
+    shapes.push_back(matrix.name + " " + std::to_string(matrix.rows) + "x" +
+                     std::to_string(matrix.cols));
+  }
+  EXPECT_THAT(shapes, ::testing::ElementsAre("w1[0] 4x6", "w1[1] 4x6", "conv 4x75", "norm 3x14"));
+  EXPECT_EQ(model->parameters[1].group, 2);
+  EXPECT_EQ(model->parameters[1].matrix.push_dtype, DType::kBf16);
+  EXPECT_EQ(model->parameters[1].matrix.rule.splits, (std::vector<int64_t>{2, 2}));
+  EXPECT_EQ(model->parameters[1].dimensions, 2);
+}
+
+TEST(ParseModel, PairsMeet) {
+  const auto model = ParseModel(R"({"default": {"preset": "polora"}, "parameters": [
+      {"name": "a", "shape": [3, 2, 8], "stack_dims": 1, "set": {"pair": "b"}},
+      {"name": "b", "shape": [3, 5, 2], "stack_dims": 1, "set": {"pair": "a"}}]})");
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ(model->parameters[1].matrix.rule.pair, "b[1]");
+  EXPECT_EQ(model->parameters[1].matrix.partner_elements, 10);
+  EXPECT_EQ(model->parameters[5].matrix.partner_elements, 16);
+}
+
 struct BadModel {
   const char* text;
   const char* part;  // Of the message.
@@ -82,8 +110,24 @@ TEST(ParseModel, RefusesWithWhereAndWhat) {
       {R"({"parameters": [3]})", "parameters[0]"},
       {R"({"parameters": [{"shape": [2, 2]}]})", "'name' is missing"},
       {R"({"parameters": [{"name": "a"}]})", "'shape' is missing"},
-      {R"({"parameters": [{"name": "a", "shape": []}]})", "[rows, cols] or [n]"},
-      {R"({"parameters": [{"name": "a", "shape": [2, 2, 2]}]})", "[2,2,2]"},
+      {R"({"parameters": [{"name": "a", "shape": 5}]})", "a list of sizes, got 5"},
+      {R"({"parameters": [{"name": "a", "shape": []}]})", "0 dimension"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2, 2]}]})", "stack_dims=1 for a stack of 2"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2, 2], "stack_dims": 3}]})", "from 0 to 2"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2], "stack_dims": -1}]})", ".stack_dims"},
+      {R"({"parameters": [{"name": "a", "shape": [9, 1, 3, 3], "stack_dims": 0}]})", "depthwise"},
+      {R"({"parameters": [{"name": "a", "shape": [1000000, 2, 2], "stack_dims": 1},
+                          {"name": "b", "shape": [2, 2]}]})",
+       "1000000 that a model may have"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 2, 2], "stack_dims": 1},
+                          {"name": "a[1]", "shape": [2, 2]}]})",
+       "'a[1]'"},
+      {R"({"parameters": [{"name": "a", "shape": [2, 6], "preset": "polora"}]})",
+       "is not among the parameters"},
+      {R"({"parameters": [
+        {"name": "a", "shape": [2, 6], "preset": "polora", "set": {"pair": "b"}},
+        {"name": "b", "shape": [6, 3], "preset": "polora", "set": {"pair": "a"}}]})",
+       "factor b has 3 columns"},
       {R"({"parameters": [{"name": "a", "shape": [0, 2]}]})", "got 0"},
       {R"({"parameters": [{"name": "a", "shape": [2, -2]}]})", "got -2"},
       {R"({"parameters": [{"name": "a", "shape": [2.5, 2]}]})", "got 2.5"},

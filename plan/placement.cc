@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <map>
 #include <numeric>
 #include <optional>
 #include <tuple>
@@ -12,80 +10,56 @@
 #include "absl/strings/str_cat.h"
 #include "common/checked_math.h"
 #include "common/status.h"
-#include "plan/cost.h"
-#include "plan/phases.h"
+#include "plan/placement_problem.h"
 
 namespace stiefel {
 namespace {
-
-constexpr size_t kMaxServers = size_t{1} << 20;
 
 // Work that local improvement may do, in loads looked at. A count, not a time: the answer must not
 // depend on the machine.
 constexpr int64_t kImprovementBudget = 40000000;
 
-// The request in the form the algorithm works on.
-struct Problem {
-  const std::vector<PlanMatrix>& matrices;
-  const std::vector<ServerSpec>& servers;
-  const MemoryOptions& memory;
-  std::vector<MatrixBytes> bytes;
-  std::vector<double> refresh;  // Units at a refresh.
-  std::vector<double> off;      // Units at another step.
-  std::vector<int64_t> phases;
-  std::vector<int32_t> set_of;             // Index of the set that refreshes together.
-  std::vector<std::vector<int32_t>> sets;  // Longest period first.
-  int64_t cycle = 1;
-
-  int32_t server_count() const { return static_cast<int32_t>(servers.size()); }
-  int32_t matrix_count() const { return static_cast<int32_t>(matrices.size()); }
-  double CostAt(int32_t matrix, int64_t residue) const {
-    const Rule& rule = matrices[matrix].rule;
-    return residue % rule.period == phases[matrix] ? refresh[matrix] : off[matrix];
-  }
-};
-
 // Who owns what so far, and the loads that follow from it.
 class Assignment {
  public:
-  explicit Assignment(const Problem& problem)
+  explicit Assignment(const PlacementProblem& problem)
       : problem_(problem),
-        owners_(problem.matrix_count(), -1),
+        owners_(problem.item_count(), -1),
         set_loads_(problem.sets.size(), std::vector<double>(problem.server_count(), 0)),
         totals_(problem.server_count(), 0),
         tallies_(problem.server_count(), MemoryTally(problem.memory)) {}
 
-  void Give(int32_t matrix, int32_t server) {
-    owners_[matrix] = server;
-    set_loads_[problem_.set_of[matrix]][server] += problem_.refresh[matrix];
-    totals_[server] += problem_.refresh[matrix] + problem_.off[matrix];
-    tallies_[server].Add(problem_.bytes[matrix]);
+  void Give(int32_t item, int32_t server) {
+    owners_[item] = server;
+    set_loads_[problem_.set_of[item]][server] += problem_.refresh[item];
+    totals_[server] += problem_.refresh[item] + problem_.off[item];
+    tallies_[server].Add(problem_.bytes[item]);
   }
 
-  void Take(int32_t matrix) {
-    const int32_t server = owners_[matrix];
-    owners_[matrix] = -1;
-    set_loads_[problem_.set_of[matrix]][server] -= problem_.refresh[matrix];
-    totals_[server] -= problem_.refresh[matrix] + problem_.off[matrix];
-    tallies_[server].Remove(problem_.bytes[matrix]);
+  void Take(int32_t item) {
+    const int32_t server = owners_[item];
+    owners_[item] = -1;
+    set_loads_[problem_.set_of[item]][server] -= problem_.refresh[item];
+    totals_[server] -= problem_.refresh[item] + problem_.off[item];
+    tallies_[server].Remove(problem_.bytes[item]);
   }
 
-  bool Fits(int32_t matrix, int32_t server) const {
-    return tallies_[server].Fits(problem_.bytes[matrix], problem_.servers[server].memory_bytes);
+  bool Fits(int32_t item, int32_t server) const {
+    return tallies_[server].Fits(problem_.bytes[item], problem_.servers[server].memory_bytes);
   }
 
-  // Where the matrix fits and its set is done soonest; where equal, the server with less to do in
+  // Where the item fits and its set is done soonest; where equal, the server with less to do in
   // all, then with less in memory, then the first. -1 if it fits nowhere.
-  int32_t Soonest(int32_t matrix) const {
-    const std::vector<double>& loads = set_loads_[problem_.set_of[matrix]];
+  int32_t Soonest(int32_t item) const {
+    const std::vector<double>& loads = set_loads_[problem_.set_of[item]];
     int32_t best = -1;
     std::tuple<double, double, int64_t> best_key;
     for (int32_t server = 0; server < problem_.server_count(); ++server) {
       const double speed = problem_.servers[server].speed;
       const std::tuple<double, double, int64_t> key(
-          (loads[server] + problem_.refresh[matrix]) / speed, totals_[server] / speed,
+          (loads[server] + problem_.refresh[item]) / speed, totals_[server] / speed,
           tallies_[server].Parts().Resident());
-      if ((best < 0 || key < best_key) && Fits(matrix, server)) {
+      if ((best < 0 || key < best_key) && Fits(item, server)) {
         best = server;
         best_key = key;
       }
@@ -93,11 +67,11 @@ class Assignment {
     return best;
   }
 
-  // Where the matrix fits and the most memory stays free. -1 if it fits nowhere.
-  int32_t Roomiest(int32_t matrix) const {
+  // Where the item fits and the most memory stays free. -1 if it fits nowhere.
+  int32_t Roomiest(int32_t item) const {
     int32_t best = -1;
     for (int32_t server = 0; server < problem_.server_count(); ++server) {
-      if ((best < 0 || FreeBytes(server) > FreeBytes(best)) && Fits(matrix, server)) best = server;
+      if ((best < 0 || FreeBytes(server) > FreeBytes(best)) && Fits(item, server)) best = server;
     }
     return best;
   }
@@ -110,25 +84,25 @@ class Assignment {
   const std::vector<double>& set_loads(int32_t set) const { return set_loads_[set]; }
 
  private:
-  const Problem& problem_;
+  const PlacementProblem& problem_;
   std::vector<int32_t> owners_;
   std::vector<std::vector<double>> set_loads_;  // By set and server, units at the set's refresh.
   std::vector<double> totals_;
   std::vector<MemoryTally> tallies_;
 };
 
-// Moves and swaps matrices while the cycle gets shorter: the sum over its steps of the time of the
+// Moves and swaps items while the cycle gets shorter: the sum over its steps of the time of the
 // slowest server. Keeps the bound of every set that had it.
 class Improvement {
  public:
-  Improvement(const Problem& problem, Assignment* assignment)
+  Improvement(const PlacementProblem& problem, Assignment* assignment)
       : problem_(problem), assignment_(*assignment), slowest_(problem.cycle) {
     loads_.assign(problem.cycle, std::vector<double>(problem.server_count(), 0));
     owned_.resize(problem.server_count());
-    for (int32_t matrix = 0; matrix < problem.matrix_count(); ++matrix) {
-      const int32_t owner = assignment_.owners()[matrix];
-      owned_[owner].push_back(matrix);
-      for (int64_t r = 0; r < problem.cycle; ++r) loads_[r][owner] += problem.CostAt(matrix, r);
+    for (int32_t item = 0; item < problem.item_count(); ++item) {
+      const int32_t owner = assignment_.owners()[item];
+      owned_[owner].push_back(item);
+      for (int64_t r = 0; r < problem.cycle; ++r) loads_[r][owner] += problem.CostAt(item, r);
     }
     for (size_t set = 0; set < problem.sets.size(); ++set) set_limits_.push_back(SetLimit(set));
     for (int64_t r = 0; r < problem.cycle; ++r) FindSlowest(r);
@@ -190,7 +164,7 @@ class Improvement {
   double SetLimit(size_t set) const {
     const std::vector<double>& now = assignment_.set_loads(static_cast<int32_t>(set));
     double dearest = 0;
-    for (int32_t matrix : problem_.sets[set]) dearest = std::max(dearest, problem_.refresh[matrix]);
+    for (int32_t item : problem_.sets[set]) dearest = std::max(dearest, problem_.refresh[item]);
     const auto p = static_cast<double>(problem_.server_count());
     const double mean = std::accumulate(now.begin(), now.end(), 0.0) / p;
     return std::max(mean + (1 - 1 / p) * dearest, *std::max_element(now.begin(), now.end()));
@@ -205,27 +179,27 @@ class Improvement {
     return load <= set_limits_[set];
   }
 
-  void Shift(int32_t matrix, int32_t from, int32_t to) {
-    assignment_.Take(matrix);
-    assignment_.Give(matrix, to);
+  void Shift(int32_t item, int32_t from, int32_t to) {
+    assignment_.Take(item);
+    assignment_.Give(item, to);
     for (int64_t r = 0; r < problem_.cycle; ++r) {
-      loads_[r][from] -= problem_.CostAt(matrix, r);
-      loads_[r][to] += problem_.CostAt(matrix, r);
+      loads_[r][from] -= problem_.CostAt(item, r);
+      loads_[r][to] += problem_.CostAt(item, r);
       FindSlowest(r);
     }
   }
 
   bool TryMoves(int32_t from) {
     for (size_t k = 0; k < owned_[from].size(); ++k) {
-      const int32_t matrix = owned_[from][k];
+      const int32_t item = owned_[from][k];
       for (int32_t to = 0; to < problem_.server_count() && budget_ > 0; ++to) {
-        if (to == from || !WithinSetLimit(to, matrix, -1) || !Shortens(matrix, from, -1, to) ||
-            !assignment_.Fits(matrix, to)) {
+        if (to == from || !WithinSetLimit(to, item, -1) || !Shortens(item, from, -1, to) ||
+            !assignment_.Fits(item, to)) {
           continue;
         }
-        Shift(matrix, from, to);
+        Shift(item, from, to);
         owned_[from].erase(owned_[from].begin() + static_cast<int64_t>(k));
-        owned_[to].push_back(matrix);
+        owned_[to].push_back(item);
         return true;
       }
     }
@@ -259,7 +233,7 @@ class Improvement {
     return false;
   }
 
-  const Problem& problem_;
+  const PlacementProblem& problem_;
   Assignment& assignment_;
   std::vector<std::vector<double>> loads_;  // By step of the cycle and server.
   std::vector<std::array<int32_t, 3>>
@@ -269,8 +243,8 @@ class Improvement {
   int64_t budget_ = kImprovementBudget;
 };
 
-// The matrix that has no place in `assignment`, as an error for the user.
-absl::Status NoPlace(const Problem& problem, const Assignment& assignment, int32_t matrix) {
+// The item that has no place in `assignment`, as an error for the user.
+absl::Status NoPlace(const PlacementProblem& problem, const Assignment& assignment, int32_t item) {
   int32_t roomiest = 0;
   for (int32_t s = 1; s < problem.server_count(); ++s) {
     if (assignment.FreeBytes(s) > assignment.FreeBytes(roomiest)) roomiest = s;
@@ -281,10 +255,9 @@ absl::Status NoPlace(const Problem& problem, const Assignment& assignment, int32
   for (const ServerSpec& server : problem.servers) {
     offered += static_cast<double>(server.memory_bytes);
   }
-  const PlanMatrix& m = problem.matrices[matrix];
-  const MatrixBytes& bytes = problem.bytes[matrix];
+  const MatrixBytes& bytes = problem.bytes[item];
   return absl::ResourceExhaustedError(
-      absl::StrCat("no server has room for ", m.name, " (", m.rows, " x ", m.cols, "): it needs ",
+      absl::StrCat("no server has room for ", problem.Describe(item), ": it needs ",
                    bytes.Resident(), " bytes and ", bytes.workspace, " of workspace; server ",
                    roomiest, " has the most room, ", assignment.FreeBytes(roomiest), " of ",
                    problem.servers[roomiest].memory_bytes, " bytes; the whole model needs about ",
@@ -294,101 +267,52 @@ absl::Status NoPlace(const Problem& problem, const Assignment& assignment, int32
                    "or a narrower dtype on the wire"));
 }
 
-// Each set dearest first to the server that is done soonest; nothing if a matrix does not fit.
-std::optional<Assignment> PlaceByCost(const Problem& problem) {
+// Each set dearest first to the server that is done soonest; nothing if a item does not fit.
+std::optional<Assignment> PlaceByCost(const PlacementProblem& problem) {
   Assignment assignment(problem);
   for (std::vector<int32_t> set : problem.sets) {
     std::stable_sort(set.begin(), set.end(), [&problem](int32_t a, int32_t b) {
       return problem.refresh[a] > problem.refresh[b];
     });
-    for (int32_t matrix : set) {
-      const int32_t server = assignment.Soonest(matrix);
+    for (int32_t item : set) {
+      const int32_t server = assignment.Soonest(item);
       if (server < 0) return std::nullopt;
-      assignment.Give(matrix, server);
+      assignment.Give(item, server);
     }
   }
   return assignment;
 }
 
-absl::StatusOr<Assignment> PlaceBySize(const Problem& problem) {
+absl::StatusOr<Assignment> PlaceBySize(const PlacementProblem& problem) {
   Assignment assignment(problem);
-  std::vector<int32_t> order(problem.matrix_count());
+  std::vector<int32_t> order(problem.item_count());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&problem](int32_t a, int32_t b) {
     return problem.bytes[a].Resident() > problem.bytes[b].Resident();
   });
-  for (int32_t matrix : order) {
-    const int32_t server = assignment.Roomiest(matrix);
-    if (server < 0) return NoPlace(problem, assignment, matrix);
-    assignment.Give(matrix, server);
+  for (int32_t item : order) {
+    const int32_t server = assignment.Roomiest(item);
+    if (server < 0) return NoPlace(problem, assignment, item);
+    assignment.Give(item, server);
   }
   return assignment;
-}
-
-absl::Status CheckServers(const PlanRequest& request) {
-  if (request.servers.empty() || request.servers.size() > kMaxServers) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a plan needs 1 to ", kMaxServers, " servers, got ", request.servers.size()));
-  }
-  for (size_t s = 0; s < request.servers.size(); ++s) {
-    const ServerSpec& server = request.servers[s];
-    if (!std::isfinite(server.speed) || server.speed <= 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("server ", s, ": speed ", server.speed, " is not positive"));
-    }
-    if (server.memory_bytes <= 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("server ", s, ": memory of ", server.memory_bytes, " bytes"));
-    }
-  }
-  if (request.push_copies < 1) {
-    return absl::InvalidArgumentError(absl::StrCat("push_copies is ", request.push_copies,
-                                                   ": each element is pushed by someone"));
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<Problem> MakeProblem(const PlanRequest& request) {
-  Problem problem{request.matrices, request.servers, request.memory, {}, {}, {}, {}, {}, {}};
-  STIEFEL_ASSIGN_OR_RETURN(problem.phases, AssignPhases(request.matrices));
-  std::map<std::pair<int64_t, int64_t>, std::vector<int32_t>> sets;  // By (-period, phase).
-  for (int32_t i = 0; i < problem.matrix_count(); ++i) {
-    const PlanMatrix& matrix = request.matrices[i];
-    int64_t pushed = 0;
-    if (!CheckedMul(matrix.rows, matrix.cols, &pushed) ||
-        !CheckedMul(pushed, request.push_copies, &pushed)) {
-      pushed = std::numeric_limits<int64_t>::max();  // BytesOfMatrix refuses it, with the shape.
-    }
-    STIEFEL_ASSIGN_OR_RETURN(const MatrixBytes bytes,
-                             BytesOfMatrix(matrix, pushed, request.memory));
-    problem.bytes.push_back(bytes);
-    problem.refresh.push_back(StepCost(matrix, StepKind::kRefresh).Units());
-    problem.off.push_back(StepCost(matrix, StepKind::kOffRefresh).Units());
-    sets[{-matrix.rule.period, problem.phases[i]}].push_back(i);
-  }
-  problem.set_of.resize(problem.matrix_count());
-  for (auto& [key, members] : sets) {
-    for (int32_t member : members) {
-      problem.set_of[member] = static_cast<int32_t>(problem.sets.size());
-    }
-    problem.sets.push_back(std::move(members));
-  }
-  problem.cycle = CycleSteps(request.matrices);
-  return problem;
 }
 
 }  // namespace
 
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
-  STIEFEL_RETURN_IF_ERROR(CheckServers(request));
-  STIEFEL_ASSIGN_OR_RETURN(const Problem problem, MakeProblem(request));
+  STIEFEL_ASSIGN_OR_RETURN(const PlacementProblem problem, MakePlacementProblem(request));
   std::optional<Assignment> assignment = PlaceByCost(problem);
   if (!assignment.has_value()) {
     STIEFEL_ASSIGN_OR_RETURN(Assignment by_size, PlaceBySize(problem));
     assignment.emplace(std::move(by_size));
   }
   Improvement(problem, &*assignment).Run();
-  return Plan{problem.phases, assignment->owners()};
+  Plan plan{problem.phases, std::vector<int32_t>(request.matrices.size(), -1)};
+  for (int32_t item = 0; item < problem.item_count(); ++item) {
+    for (int32_t matrix : problem.items[item]) plan.owners[matrix] = assignment->owners()[item];
+  }
+  return plan;
 }
 
 }  // namespace stiefel

@@ -11,7 +11,7 @@
 
 // Which server owns which matrix. A pure function of the model and the servers: the same on every
 // machine, and the same whatever the parameters are called. The unit of placement is one whole
-// matrix.
+// matrix, or the two factors of a polora product, which belong on one server.
 
 namespace stiefel {
 
@@ -44,8 +44,8 @@ struct Plan {
 // Memory binds: where the above does not fit, matrices are placed by size instead, largest first.
 //
 // INVALID_ARGUMENT: no server, more than 2^20 of them, speeds or memory that are not positive,
-// push_copies < 1, and what AssignPhases and BytesOfMatrix refuse. RESOURCE_EXHAUSTED, with the
-// numbers: it does not fit.
+// push_copies < 1, and what AssignPhases, FindPairs and BytesOfMatrix refuse. RESOURCE_EXHAUSTED,
+// with the numbers: it does not fit.
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request);
 
 }  // namespace stiefel

@@ -128,6 +128,69 @@ TEST(MakePlan, PhasesDoNotDependOnTheServers) {
   EXPECT_EQ(MakePlan(RealModel("llama3_8b", 7))->phases, one.phases);
 }
 
+// Factors of `count` products among other matrices, the partners far apart.
+std::vector<PlanMatrix> Pairs(int count, std::mt19937* random) {
+  std::vector<PlanMatrix> matrices;
+  const auto factor = [&](int i, const char* mine, const char* other, int64_t rows, int64_t cols) {
+    matrices.push_back(Matrix(rows, cols, "polora"));
+    matrices.back().name = mine + std::to_string(i);
+    matrices.back().rule.pair = other + std::to_string(i);
+  };
+  std::vector<int64_t> ranks;
+  for (int i = 0; i < count; ++i) {
+    ranks.push_back(1 + static_cast<int64_t>((*random)() % 16));
+    factor(i, "a", "b", ranks[i], 17 + static_cast<int64_t>((*random)() % 500));
+  }
+  for (int i = 0; i < 10; ++i) matrices.push_back(Matrix(1 + (*random)() % 200, 100, "muon"));
+  for (int i = 0; i < count; ++i) {
+    factor(i, "b", "a", 17 + static_cast<int64_t>((*random)() % 500), ranks[i]);
+  }
+  return matrices;
+}
+
+TEST(MakePlan, APairStaysOnOneServer) {
+  std::mt19937 random(5);
+  for (int round = 0; round < 50; ++round) {
+    const int count = 1 + static_cast<int>(random() % 12);
+    PlanRequest request = Request(Pairs(count, &random), 2 + random() % 5);
+    const auto plan = MakePlan(request);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    for (int i = 0; i < count; ++i) {
+      ASSERT_EQ(plan->owners[i], plan->owners[count + 10 + i]) << "round " << round;
+    }
+    EXPECT_EQ(std::count(plan->owners.begin(), plan->owners.end(), -1), 0);
+    // Other names, the same places.
+    for (PlanMatrix& matrix : request.matrices) {
+      matrix.name = "x" + matrix.name;
+      if (!matrix.rule.pair.empty()) matrix.rule.pair = "x" + matrix.rule.pair;
+    }
+    EXPECT_EQ(MakePlan(request)->owners, plan->owners);
+  }
+}
+
+TEST(MakePlan, APairFitsOrNot) {
+  std::mt19937 random(6);
+  PlanRequest request = Request(Pairs(1, &random), 2);
+  request.matrices.erase(request.matrices.begin() + 1, request.matrices.end() - 1);
+  MemoryTally one(request.memory);
+  one.Add(*BytesOfMatrix(request.matrices[0], request.matrices[0].rows * request.matrices[0].cols,
+                         request.memory));
+  for (ServerSpec& server : request.servers) server.memory_bytes = one.Total() + 100;
+  const absl::Status status = MakePlan(request).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no server has room for a0"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr(" and b0 ("));
+}
+
+TEST(MakePlan, APairWithoutItsPartnerIsRefused) {
+  std::mt19937 random(7);
+  PlanRequest request = Request(Pairs(2, &random), 2);
+  request.matrices.pop_back();
+  const absl::Status status = MakePlan(request).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("a1: its other factor, pair=\"b1\""));
+}
+
 // CASES D12
 TEST(MakePlan, MoreServersThanMatrices) {
   const PlanRequest request = Request(std::vector<PlanMatrix>(3, Matrix(64, 64, "muon")), 8);

@@ -89,11 +89,11 @@ int64_t TileAtStep(const Rule& rule, int64_t rows, int64_t cols, int64_t step, S
   const bool tiled_kind = rule.off_refresh == OffRefresh::kTiled ? StepKind::kOffRefresh == kind
                                                                  : StepKind::kRefresh == kind;
   int64_t tile = 0;
-  if (!tiled_kind) return tile;
   for (const TileFrom& from : rule.tiles) {
-    if (from.step <= step) tile = from.tile;
+    if (tiled_kind && from.step <= step) tile = from.tile;
   }
-  return rows * cols <= tile * tile ? 0 : tile;
+  if (tile == 0) return 0;
+  return cols <= tile * tile / rows ? 0 : tile;  // rows * cols <= tile * tile, without overflow
 }
 
 double StepScale(const Rule& rule, int64_t rows, int64_t cols, int64_t step, StepKind kind) {

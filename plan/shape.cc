@@ -119,7 +119,8 @@ absl::StatusOr<ParameterShape> ShapeOfParameter(absl::string_view name,
   result.cols = cols;
   std::vector<int64_t> index(static_cast<size_t>(stack), 0);
   for (int64_t i = 0; i < count; ++i) {
-    result.matrices.push_back({NameOf(name, index), rows, cols, i * rows});
+    result.matrices.push_back({NameOf(name, index), rows, cols, i * rows, rule});
+    if (!rule.pair.empty()) result.matrices.back().rule.pair = NameOf(rule.pair, index);
     Advance(shape, &index);
   }
   return result;

@@ -30,6 +30,7 @@ struct StackedMatrix {
   std::string name;
   int64_t rows = 0, cols = 0;
   int64_t first_row = 0;  // in the stacked view
+  Rule rule;  // the parameter's; of a polora stack, with the partner of this very matrix
 };
 
 struct ParameterShape {

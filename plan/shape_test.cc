@@ -52,7 +52,11 @@ TEST(ShapeOfParameter, SplitsAndPairsCountTheRowsOfOneMatrix) {
   EXPECT_TRUE(ShapeOfParameter("w", {5, 4, 6}, 1, rule).ok());
   EXPECT_THAT(Text(ShapeOfParameter("w", {5, 4, 6}, 0, rule)),
               HasSubstr("add up to 4, but the matrix has 5 rows"));
-  EXPECT_TRUE(Shape("polora", {5, 4, 6}, 1).ok());
+  // The factors of a stack of pairs meet one by one.
+  Rule polora = *PresetRule("polora");
+  polora.pair = "b";
+  EXPECT_EQ(ShapeOfParameter("a", {5, 4, 6}, 1, polora)->matrices[3].rule.pair, "b[3]");
+  EXPECT_EQ(ShapeOfParameter("a", {4, 6}, {}, polora)->matrices[0].rule.pair, "b");
 }
 
 TEST(ShapeOfParameter, RefusesWithTheShapeAndTheWayOut) {
