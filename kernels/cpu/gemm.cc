@@ -78,11 +78,24 @@ absl::Status Bf16Block(const Block& k) {
   return absl::OkStatus();
 }
 
+// Copies what a block has above the diagonal to its place below. In squares, since a column of C
+// touches a cache line and a page for each element.
 template <typename T>
 void Mirror(T* c, int64_t stride, int64_t row, int64_t rows, int64_t col, int64_t cols) {
-  for (int64_t i = row; i < row + rows; ++i) {
-    for (int64_t j = std::max(col, i + 1); j < col + cols; ++j)
-      c[j * stride + i] = c[i * stride + j];
+  constexpr int64_t kSide = 16;
+  T square[kSide][kSide];
+  for (int64_t top = row; top < row + rows; top += kSide) {
+    const int64_t height = std::min(kSide, row + rows - top);
+    for (int64_t left = std::max(col, top); left < col + cols; left += kSide) {
+      const int64_t width = std::min(kSide, col + cols - left);
+      for (int64_t i = 0; i < height; ++i) {
+        for (int64_t j = 0; j < width; ++j) square[j][i] = c[(top + i) * stride + left + j];
+      }
+      for (int64_t j = 0; j < width; ++j) {
+        const int64_t above = std::min(height, left + j - top);  // the diagonal
+        std::memcpy(c + (left + j) * stride + top, square[j], above * sizeof(T));
+      }
+    }
   }
 }
 

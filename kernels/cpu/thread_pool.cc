@@ -1,6 +1,27 @@
 #include "kernels/cpu/thread_pool.h"
 
+#include <chrono>
+
 namespace stiefel {
+namespace {
+
+// How long a thread looks for work before it sleeps: a product's next loop follows within
+// microseconds, and waking a thread takes tens of them.
+constexpr std::chrono::microseconds kSpin{50};
+constexpr int kPausesPerLook = 16;
+
+// Returns when done() is true, or after kSpin. Lets others have the processor if they want it.
+template <typename Done>
+void Spin(const Done& done) {
+  const auto end = std::chrono::steady_clock::now() + kSpin;
+  while (!done()) {
+    for (int i = 0; i < kPausesPerLook; ++i) __builtin_ia32_pause();
+    std::this_thread::yield();
+    if (std::chrono::steady_clock::now() > end) return;
+  }
+}
+
+}  // namespace
 
 ThreadPool::ThreadPool(int threads) : threads_(threads) {
   for (int i = 1; i < threads; ++i) helpers_.emplace_back([this] { Help(); });
@@ -10,6 +31,7 @@ ThreadPool::~ThreadPool() {
   {
     MutexLock lock(&mutex_);
     closing_ = true;
+    ++changes_;
   }
   changed_.NotifyAll();
   for (std::thread& helper : helpers_) helper.join();
@@ -31,6 +53,7 @@ void ThreadPool::ParallelFor(int64_t count, const std::function<void(int64_t)>& 
     MutexLock lock(&mutex_);
     ++busy_;
     place = loops_.insert(loops_.end(), &loop);
+    ++changes_;
   }
   changed_.NotifyAll();
   Work(&loop);
@@ -38,6 +61,10 @@ void ThreadPool::ParallelFor(int64_t count, const std::function<void(int64_t)>& 
     MutexLock lock(&mutex_);
     loops_.erase(place);
     --busy_;
+  }
+  Spin([&loop] { return loop.helpers == 0; });
+  {
+    MutexLock lock(&mutex_);
     while (loop.helpers > 0) helpers_left_.Wait(&mutex_);
   }
   changed_.NotifyOne();
@@ -45,13 +72,23 @@ void ThreadPool::ParallelFor(int64_t count, const std::function<void(int64_t)>& 
 
 // A loop with indices left, while a processor is free for it; null when the pool closes.
 ThreadPool::Loop* ThreadPool::WaitForLoop() {
+  bool spun = false;
   while (!closing_) {
     if (busy_ < threads_) {
       for (Loop* loop : loops_) {
         if (loop->next.load() < loop->count) return loop;
       }
+      if (!spun) {
+        spun = true;
+        const uint64_t seen = changes_;
+        mutex_.Unlock();
+        Spin([this, seen] { return changes_ != seen; });
+        mutex_.Lock();
+        continue;
+      }
     }
     changed_.Wait(&mutex_);
+    spun = false;
   }
   return nullptr;
 }

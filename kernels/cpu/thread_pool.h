@@ -38,7 +38,7 @@ class ThreadPool {
     const int64_t count;
     const std::function<void(int64_t)>& body;
     std::atomic<int64_t> next{0};
-    int helpers = 0;  // inside it; guarded by mutex_ of the pool
+    std::atomic<int> helpers{0};  // inside it; changes under mutex_ of the pool
   };
 
   static void Work(Loop* loop);
@@ -51,6 +51,7 @@ class ThreadPool {
   CondVar helpers_left_;  // of some loop
   std::list<Loop*> loops_ ABSL_GUARDED_BY(mutex_);
   int busy_ ABSL_GUARDED_BY(mutex_) = 0;  // callers and helpers at work
+  std::atomic<uint64_t> changes_{0};  // counts loops begun, and closing: what a helper spins for
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> helpers_;
 };
