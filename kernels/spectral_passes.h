@@ -38,7 +38,9 @@ int64_t LeadingPairsScratch(int64_t rows, int64_t cols, int64_t count);
 
 // Gives the leading directions of an orthogonalised O lengths of their own (SAMuon), in place:
 //   O <- g O - sum_i (g - s_i) d_i u_i v_i^T,   s_i = 1 + (g - 1) ln i / ln count  (s_1 = 1),
-// with d_i = u_i^T O v_i, or 1 where not deflate_measured. Zero pairs change nothing.
+// with d_i = u_i^T O v_i, or 1 where not deflate_measured. Zero pairs change nothing. Measured
+// pairs that are all of O, count = min(rows, cols), are put together anew: O <- sum_i s_i d_i u_i
+// v_i^T.
 struct ShapePass {
   MatrixView o;  // fp32
   int64_t count = 0;

@@ -136,6 +136,23 @@ void ExactPairs(ThreadPool* pool, const LeadingPairsPass& pass, PairWriter* writ
   }
 }
 
+// What is added to O along each pair, products being O V: s_i d_i, less the gain where O is kept.
+void ShapeAmounts(const ShapePass& pass, const float* products, bool anew, double* amounts) {
+  const int64_t rows = pass.o.rows, count = pass.count;
+  for (int64_t i = 0; i < count; ++i) {
+    const double rank = i == 0 ? 0 : std::log(i + 1.0) / std::log(static_cast<double>(count));
+    const double length = 1 + (pass.gain - 1) * rank;  // s_i
+    double present = 1;                                // d_i
+    if (pass.deflate_measured) {
+      present = 0;
+      for (int64_t j = 0; j < rows; ++j) {
+        present += static_cast<double>(pass.left[i * rows + j]) * products[j * count + i];
+      }
+    }
+    amounts[i] = (anew ? length : length - pass.gain) * present;
+  }
+}
+
 }  // namespace
 
 absl::Status CpuRun(ThreadPool* pool, const LeadingPairsPass& pass) {
@@ -174,19 +191,10 @@ absl::Status CpuRun(ThreadPool* pool, const ShapePass& pass) {
   args.transpose_b = true;
   args.c = {products, DType::kFp32, rows, count, 1};
   STIEFEL_RETURN_IF_ERROR(CpuGemm(pool, args));
-  for (int64_t i = 0; i < count; ++i) {
-    const double rank = i == 0 ? 0 : std::log(i + 1.0) / std::log(static_cast<double>(count));
-    const double length = 1 + (pass.gain - 1) * rank;  // s_i
-    double present = 1;                                // d_i
-    if (pass.deflate_measured) {
-      present = 0;
-      for (int64_t j = 0; j < rows; ++j) {
-        present += static_cast<double>(pass.left[i * rows + j]) * products[j * count + i];
-      }
-    }
-    amounts[i] = (pass.gain - length) * present;
-  }
-  const auto gain = static_cast<float>(pass.gain);
+  // What is left beside all directions is rounding, which the gain would blow up.
+  const bool anew = pass.deflate_measured && count == std::min(rows, cols);
+  ShapeAmounts(pass, products, anew, amounts);
+  const float gain = anew ? 0.0f : static_cast<float>(pass.gain);
   auto* o = static_cast<float*>(pass.o.data);
   ForIndices(pool, CeilDiv(rows, kShapeRows), rows * cols * (count + 1), [&](int64_t block) {
     const int64_t end = std::min(rows, (block + 1) * kShapeRows);
@@ -195,7 +203,7 @@ absl::Status CpuRun(ThreadPool* pool, const ShapePass& pass) {
         float* segment = o + row * cols + col;
         kernels.scale(gain, segment, segment, n);
         for (int64_t i = 0; i < count; ++i) {
-          const double amount = -amounts[i] * pass.left[i * rows + row];
+          const double amount = amounts[i] * pass.left[i * rows + row];
           kernels.add_scaled(static_cast<float>(amount), pass.right + i * cols + col, segment, n);
         }
       }

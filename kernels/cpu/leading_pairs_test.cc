@@ -222,6 +222,18 @@ Dense Shaped(ThreadPool* pool, const Dense& o, const Pairs& pairs, double gain, 
   return Widened(out, o.rows, o.cols);
 }
 
+// Rounding beside the only direction there is would grow by the gain, 1e-6 of O to 1e-5.
+TEST(ShapePassTest, PairsThatAreAllOfTheUpdateLeaveNoRoundingBesideThem) {
+  ThreadPool pool(2);
+  const int64_t cols = 50;
+  const Dense direction = RandomOrthonormalRows(1, cols, 4);
+  const Pairs pairs{{}, {1}, Narrow(direction)};
+  const Dense noise = Scaled(1e-5, RandomNormal(1, cols, 5));
+  const Dense shaped = Shaped(&pool, Combine(0.7, direction, 1, noise), pairs, 14, true);
+  const double present = 0.7 + Inner(direction, noise);
+  EXPECT_LE(MaxAbs(Combine(1, shaped, -present, direction)), 1e-7);
+}
+
 // SAMuon CONSISTENT ends direction i at s_i f(sigma_i); PAPER at g f(sigma_i) - (g - s_i).
 TEST(ShapePassTest, LeadingDirectionsEndAtTheirLengthsAndTheOthersAtTheGain) {
   ThreadPool pool(2);
