@@ -64,10 +64,14 @@ void AddFlags(CLI::App* app, TrainingOptions* options, std::string* json_path) {
           {"fp32", DType::kFp32}, {"bf16", DType::kBf16}, {"fp16", DType::kFp16}}));
   app->add_option("--preset", options->preset, "rule of the hidden matrices")
       ->capture_default_str();
+  app->add_option("--set", options->rule_options,
+                  "key=value: an option of that rule; may be repeated")
+      ->take_all();
   app->add_option("--steps", options->steps, "steps to train")->capture_default_str();
   app->add_option("--batch", options->batch, "examples per step, over all ranks")
       ->capture_default_str();
-  app->add_option("--lr", options->hidden_lr, "peak rate of hidden matrices; 0: by preset");
+  app->add_option("--lr", options->hidden_lr,
+                  "peak rate of hidden matrices; 0: that of --set, else by preset");
   app->add_option("--adamw-lr", options->adamw_lr, "peak rate of everything else")
       ->capture_default_str();
   app->add_option("--seed", options->seed, "of weights and batches")->capture_default_str();

@@ -41,17 +41,38 @@ absl::Status CheckOptions(const TrainingOptions& options) {
   return absl::OkStatus();
 }
 
-// Element-wise rules move each entry by about lr, spectral ones the whole matrix.
+absl::StatusOr<Rule> HiddenRule(const TrainingOptions& options) {
+  STIEFEL_ASSIGN_OR_RETURN(Rule rule, PresetRule(options.preset));
+  for (const std::string& option : options.rule_options) {
+    const size_t equals = option.find('=');
+    if (equals == std::string::npos) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("option \"", option, "\" of the rule is not key=value"));
+    }
+    STIEFEL_RETURN_IF_ERROR(SetOption(rule, option.substr(0, equals), option.substr(equals + 1)));
+  }
+  if (NeedsWeights(rule)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(options.preset, " is for low-rank adapters, which this model does not have"));
+  }
+  return rule;
+}
+
+// Element-wise rules move each entry by about lr, and so do those that match their scale; other
+// spectral ones move the whole matrix.
 double HiddenLr(const TrainingOptions& options, const Rule& rule) {
   if (options.hidden_lr > 0) return options.hidden_lr;
-  return rule.family == RuleFamily::kSpectral && rule.scale == ScaleKind::kOriginal
-             ? 0.02
-             : options.adamw_lr;
+  for (const std::string& option : options.rule_options) {
+    if (option.rfind("lr=", 0) == 0) return rule.lr;
+  }
+  const bool own_scale = rule.family == RuleFamily::kSpectral &&
+                         (rule.scale == ScaleKind::kOriginal || rule.scale == ScaleKind::kSpectral);
+  return own_scale ? 0.02 : options.adamw_lr;
 }
 
 absl::StatusOr<std::vector<ParameterSpec>> Specs(const TrainingOptions& options,
                                                  const std::vector<ModelParameter>& parameters) {
-  STIEFEL_ASSIGN_OR_RETURN(const Rule hidden, PresetRule(options.preset));
+  STIEFEL_ASSIGN_OR_RETURN(const Rule hidden, HiddenRule(options));
   STIEFEL_ASSIGN_OR_RETURN(const Rule adamw, PresetRule("adamw"));
   std::vector<ParameterSpec> specs;
   for (const ModelParameter& parameter : parameters) {
@@ -114,7 +135,7 @@ absl::Status Training::Join() {
 
   STIEFEL_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs,
                            Specs(options_, model_.parameters()));
-  STIEFEL_ASSIGN_OR_RETURN(const Rule hidden, PresetRule(options_.preset));
+  STIEFEL_ASSIGN_OR_RETURN(const Rule hidden, HiddenRule(options_));
   hidden_lr_ = HiddenLr(options_, hidden);
   TrainerOptions trainer;
   trainer.servers = options_.servers;

@@ -30,11 +30,13 @@ struct TrainingOptions {
   ModelShape shape;
   Layout layout = Layout::kReplicated;
   UpdateMode mode = UpdateMode::kDelta;
-  std::string preset = "periodic_rowwise_muon";  // of the hidden matrices; the rest is on adamw
+  // Rule of the hidden matrices; the rest is on adamw.
+  std::string preset = "periodic_rowwise_muon";
+  std::vector<std::string> rule_options;  // key=value: options of it, in order
   DType wire = DType::kFp32;
   int64_t steps = 700;
   int64_t batch = 1024;         // examples per step, over all ranks
-  double hidden_lr = 0;         // peak; 0: a good one for the preset
+  double hidden_lr = 0;         // peak; 0: that of the options, else a good one for the preset
   double adamw_lr = 0.002;      // peak, of embedding, output layer and biases
   uint64_t seed = 1;            // of weights and batches
   int64_t evaluate_every = 50;  // steps; a look at the held-out text, and a line of progress
