@@ -264,16 +264,16 @@ struct AolPass {
   MatrixView x;     // m x n, one dtype
 };
 
-// A whole polar map (kernels/polar) of every matrix of a batch, on a device that has kernels which
-// keep the operands in a layout of their own from the first product to the last.
+// Normalisation and the whole polar map (kernels/polar) in bf16, on a device that has kernels which
+// keep the operands in a layout of their own from the first product to the last. The result takes
+// the place of X, normalise.x, which has to be bf16.
 struct PolarPass {
-  MatrixView x;    // m x n, m <= n; bf16; kept
-  MatrixView out;  // likewise; overlaps x not at all
+  NormalisePass normalise;
   std::vector<Coefficients> coefficients;
   bool gram = false;
   std::vector<int64_t> restarts;  // of the Gram form, ascending
-  bool aol = false;               // X is preconditioned first, as AolPass does
-  void* workspace = nullptr;      // DeviceInfo::fused_polar_bytes of it; not needed there
+  bool aol = false;               // X is preconditioned, as AolPass does
+  void* workspace = nullptr;      // DeviceInfo::fused_polar_bytes
 };
 
 // Singular pairs and small eigen-decompositions: see kernels/spectral_passes.h.
@@ -348,8 +348,9 @@ struct DeviceInfo {
   int64_t memory_bytes = 0;  // that the device has
   bool has_bf16 = false;     // Gemm takes kBf16
   bool fast_bf16 = false;    // and is faster with it
-  // Bytes of workspace that a PolarPass needs; null where the device has no such kernels.
-  int64_t (*fused_polar_bytes)(const PolarPass& pass) = nullptr;
+  // Bytes of workspace of the polar map of an m x n X, m <= n, as one PolarPass; null where the
+  // device has no such kernels.
+  int64_t (*fused_polar_bytes)(int64_t m, int64_t n, bool gram) = nullptr;
 };
 
 // A device. Thread-safe. Outlives its buffers and streams.

@@ -33,7 +33,8 @@ constexpr int kMaxThreads = 1024;
 class CpuStream final : public Stream {
  public:
   // `alone` has one thread.
-  CpuStream(ThreadPool* pool, ThreadPool* alone) : pool_(pool), alone_(alone) {}
+  CpuStream(ThreadPool* pool, ThreadPool* alone, const TileKernels* tiles)
+      : pool_(pool), alone_(alone), tiles_(tiles) {}
 
   void CopyToDevice(void* device, const void* host, int64_t bytes) override {
     std::memcpy(device, host, bytes);
@@ -58,7 +59,9 @@ class CpuStream final : public Stream {
   void Run(const VectorPass& pass) override { CpuRun(pool_, pass); }
   void Run(const RowWisePass& pass) override { CpuRun(pool_, pass); }
   void Run(const AolPass& pass) override { CpuRun(pool_, pass); }
-  void Run(const PolarPass& pass) override { TilePolar(kAmxTileKernels, pool_, pass); }
+  void Run(const PolarPass& pass) override {
+    TilePolar(*tiles_, pool_, pass, NormaliseFactor(pass.normalise));
+  }
   void Run(const LeadingPairsPass& pass) override { Note(CpuRun(pool_, pass)); }
   void Run(const ShapePass& pass) override { Note(CpuRun(pool_, pass)); }
   void Run(const MetricPass& pass) override { CpuRun(pool_, pass); }
@@ -78,7 +81,7 @@ class CpuStream final : public Stream {
     absl::Status first;
     int64_t first_index = count;
     pool_->ParallelFor(count, [&](int64_t i) {
-      CpuStream sub(alone_, alone_);
+      CpuStream sub(alone_, alone_, tiles_);
       body(i, &sub);
       absl::Status status = sub.Synchronize();
       if (status.ok()) return;
@@ -100,6 +103,7 @@ class CpuStream final : public Stream {
 
   ThreadPool* const pool_;
   ThreadPool* const alone_;
+  const TileKernels* const tiles_;
   absl::Status error_;  // the first since the last Synchronize
 };
 
@@ -116,14 +120,14 @@ std::string ProcessorName() {
 
 class CpuBackend final : public Backend {
  public:
-  explicit CpuBackend(int threads) : pool_(threads) {
+  CpuBackend(int threads, const TileKernels* tiles) : tiles_(tiles), pool_(threads) {
     info_.kind = "cpu";
     info_.name = ProcessorName();
     info_.threads = threads;
     info_.memory_bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
     // AVX-512 alone does not make bf16 fast: measured with oneDNN 2.6 on Sapphire Rapids, it ran at
     // half the rate of fp32.
-    info_.fast_bf16 = CpuHasAmx();
+    info_.fast_bf16 = tiles != nullptr;
     info_.has_bf16 = info_.fast_bf16 || CpuHasBf16();
     if (info_.fast_bf16) info_.fused_polar_bytes = TilePolarBytes;
     info_.instruction_set =
@@ -133,7 +137,7 @@ class CpuBackend final : public Backend {
 
   const DeviceInfo& Info() const override { return info_; }
   absl::StatusOr<std::unique_ptr<Stream>> CreateStream() override {
-    return std::make_unique<CpuStream>(&pool_, &alone_);
+    return std::make_unique<CpuStream>(&pool_, &alone_, tiles_);
   }
   int64_t AllocatedBytes() const override { return allocated_; }
 
@@ -162,6 +166,7 @@ class CpuBackend final : public Backend {
   }
 
   // Constant after construction.
+  const TileKernels* const tiles_;
   DeviceInfo info_;
   // Own synchronisation.
   ThreadPool pool_, alone_{1};
@@ -171,11 +176,15 @@ class CpuBackend final : public Backend {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(int threads) {
+  return CreateCpuBackend(threads, CpuHasAmx() ? &kAmxTileKernels : nullptr);
+}
+
+absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(int threads, const TileKernels* tiles) {
   if (threads < 1 || threads > kMaxThreads) {
     return absl::InvalidArgumentError(
         absl::StrCat("threads=", threads, " is not from 1 to ", kMaxThreads));
   }
-  return std::make_unique<CpuBackend>(threads);
+  return std::make_unique<CpuBackend>(threads, tiles);
 }
 
 }  // namespace stiefel

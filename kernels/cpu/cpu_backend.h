@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "kernels/backend.h"
+#include "kernels/cpu/amx/tile_kernels.h"
 
 namespace stiefel {
 
@@ -12,6 +13,11 @@ namespace stiefel {
 // for many small ones use several streams, as many as there are threads. Device memory is host
 // memory.
 absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(int threads);
+
+// The same with the tile kernels for bf16 named: those of AMX where the processor has it, else null
+// for none, are what the backend takes by itself. With those in software what a machine with AMX
+// computes can be tested anywhere.
+absl::StatusOr<std::unique_ptr<Backend>> CreateCpuBackend(int threads, const TileKernels* tiles);
 
 }  // namespace stiefel
 

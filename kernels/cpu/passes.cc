@@ -14,17 +14,6 @@ namespace {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileCols = 256;
 
-// What u is multiplied with. 1 / |U|_F: the sum of squares is exact up to fp64 rounding for every
-// fp32 matrix, and so is every product u / |U|_F. U and 2^k U give factors that differ by 2^-k
-// exactly, and the products of the two are the same bits: a power-of-two prescale would change
-// nothing.
-double NormaliseFactor(const NormalisePass& pass) {
-  const DirectionStats& figures = *pass.figures;
-  if (figures.nonfinite > 0 || figures.sum_squares == 0) return 0;
-  if (pass.power_of_two) return std::ldexp(1.0, -std::ilogb(figures.max_abs));
-  return 1 / std::max(std::sqrt(figures.sum_squares) + pass.eps_add, pass.eps_floor);
-}
-
 void NormaliseTransposed(ThreadPool* pool, const NormalisePass& pass, double factor) {
   const SegmentKernels& kernels = BestSegmentKernels();
   ForIndices(pool, CeilDiv(pass.rows, kTileRows), pass.rows * pass.cols, [&](int64_t block) {
@@ -159,6 +148,17 @@ void ScatterColumns(ThreadPool* pool, const ScatterPass& pass) {
 }
 
 }  // namespace
+
+// 1 / |U|_F: the sum of squares is exact up to fp64 rounding for every
+// fp32 matrix, and so is every product u / |U|_F. U and 2^k U give factors that differ by 2^-k
+// exactly, and the products of the two are the same bits: a power-of-two prescale would change
+// nothing.
+double NormaliseFactor(const NormalisePass& pass) {
+  const DirectionStats& figures = *pass.figures;
+  if (figures.nonfinite > 0 || figures.sum_squares == 0) return 0;
+  if (pass.power_of_two) return std::ldexp(1.0, -std::ilogb(figures.max_abs));
+  return 1 / std::max(std::sqrt(figures.sum_squares) + pass.eps_add, pass.eps_floor);
+}
 
 void CpuRun(ThreadPool* pool, const ElementPass& pass) {
   const int64_t elements = pass.rows * pass.gradient->cols();

@@ -15,6 +15,8 @@ void CpuRun(ThreadPool* pool, const DampPass& pass);
 void CpuRun(ThreadPool* pool, const GatherPass& pass);
 void CpuRun(ThreadPool* pool, const MeasurePass& pass);
 void CpuRun(ThreadPool* pool, const NormalisePass& pass);
+// What that pass multiplies u with; 0 where x is all zeros whatever u holds.
+double NormaliseFactor(const NormalisePass& pass);
 void CpuRun(ThreadPool* pool, const RowVariancePass& pass);
 void CpuRun(ThreadPool* pool, const DeliverPass& pass);
 void CpuRun(ThreadPool* pool, const ScatterPass& pass);

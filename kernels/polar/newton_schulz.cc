@@ -1,6 +1,7 @@
 #include "kernels/polar/newton_schulz.h"
 
 #include <algorithm>
+#include <cassert>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -133,19 +134,6 @@ MatrixView EnqueueProducts(Stream* stream, const PolarPlan& plan, const MatrixVi
                      : Standard(stream, plan, x, spare, squares);
 }
 
-PolarPass FusedPass(const PolarPlan& plan, const MatrixView& x, const MatrixView& out,
-                    void* workspace) {
-  PolarPass pass;
-  pass.x = x;
-  pass.out = out;
-  pass.coefficients = plan.coefficients;
-  pass.gram = plan.gram();
-  if (plan.gram()) pass.restarts = plan.choice.restarts;
-  pass.aol = plan.normalise == Normalise::kAol;
-  pass.workspace = workspace;
-  return pass;
-}
-
 absl::StatusOr<DType> ComputeOf(const Rule& rule, int64_t short_side, const DeviceInfo& device) {
   const auto lacks = [&device](const char* type) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -184,19 +172,31 @@ absl::StatusOr<PolarPlan> MakePolarPlan(const Rule& rule, int64_t rows, int64_t 
 }
 
 int64_t PolarWorkspaceBytes(const PolarPlan& plan, int64_t batch) {
-  if (plan.fused_bytes != nullptr) {
-    const MatrixView x{nullptr, plan.compute, plan.m, plan.n, batch};
-    return plan.fused_bytes(FusedPass(plan, x, x, nullptr));
-  }
+  if (plan.fused_bytes != nullptr) return plan.fused_bytes(plan.m, plan.n, plan.gram());
   return (plan.gram() ? kGramSquares : kStandardSquares) * SquareBytes(plan, batch);
+}
+
+MatrixView EnqueueNormalisedPolar(Stream* stream, const PolarPlan& plan,
+                                  const NormalisePass& normalise, const MatrixView& spare,
+                                  void* workspace) {
+  if (plan.fused_bytes == nullptr) {
+    stream->Run(normalise);
+    return EnqueuePolar(stream, plan, normalise.x, spare, workspace);
+  }
+  PolarPass pass;
+  pass.normalise = normalise;
+  pass.coefficients = plan.coefficients;
+  pass.gram = plan.gram();
+  if (plan.gram()) pass.restarts = plan.choice.restarts;
+  pass.aol = plan.normalise == Normalise::kAol;
+  pass.workspace = workspace;
+  stream->Run(pass);
+  return normalise.x;
 }
 
 MatrixView EnqueuePolar(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixView spare,
                         void* workspace) {
-  if (plan.fused_bytes != nullptr) {
-    stream->Run(FusedPass(plan, x, spare, workspace));
-    return spare;
-  }
+  assert(plan.fused_bytes == nullptr);
   MatrixView squares[kGramSquares];
   for (int i = 0; i < (plan.gram() ? kGramSquares : kStandardSquares); ++i) {
     squares[i] = {static_cast<char*>(workspace) + i * SquareBytes(plan, x.batch), plan.compute,

@@ -22,8 +22,9 @@ struct PolarPlan {
   Normalise normalise = Normalise::kFrobenius;
   DType compute = DType::kFp32;  // of X and of all products' operands; sums are fp32
   int64_t m = 0, n = 0;          // of X
-  // Of the device's own kernels for the whole map (PolarPass); null where it runs as products.
-  int64_t (*fused_bytes)(const PolarPass& pass) = nullptr;
+  // DeviceInfo::fused_polar_bytes where the map runs as one PolarPass; null where it runs as
+  // products.
+  int64_t (*fused_bytes)(int64_t m, int64_t n, bool gram) = nullptr;
 
   bool gram() const { return choice.form == PolarForm::kGram; }
 };
@@ -33,15 +34,22 @@ struct PolarPlan {
 absl::StatusOr<PolarPlan> MakePolarPlan(const Rule& rule, int64_t rows, int64_t cols,
                                         const DeviceInfo& device);
 
-// Bytes of workspace beside the two buffers for X, for a batch of units. In elements of the compute
-// type: 2 m m a unit in the standard form, 5 m m in the Gram form; where the device has its own
-// kernels what these ask for.
+// Bytes of workspace beside the two buffers for X. As products, in elements of the compute type:
+// 2 m m a unit in the standard form, 5 m m in the Gram form. As one PolarPass, for which a batch is
+// always one unit, what the device asks for.
 int64_t PolarWorkspaceBytes(const PolarPlan& plan, int64_t batch = 1);
 
-// Enqueues the iterations on every unit of x.batch; a unit gets the bits that it would get alone.
-// `x` holds X and is overwritten; `spare` has its shape, batch and dtype. Returns whichever of the
-// two holds the result. REQUIRES: `workspace` has PolarWorkspaceBytes(plan, x.batch), aligned to 64
-// bytes.
+// Enqueues normalisation and iterations of one unit. normalise.x and `spare` are buffers for X in
+// the compute type. Returns the result: X's shape, in one of the two. REQUIRES: `workspace` has
+// PolarWorkspaceBytes(plan), aligned to 64 bytes.
+MatrixView EnqueueNormalisedPolar(Stream* stream, const PolarPlan& plan,
+                                  const NormalisePass& normalise, const MatrixView& spare,
+                                  void* workspace);
+
+// Enqueues the iterations alone, on every unit of x.batch; a unit gets the bits that it would get
+// alone. `x` holds X and is overwritten; `spare` has its shape, batch and dtype. Returns whichever
+// of the two holds the result. REQUIRES: a plan that runs as products; `workspace` has
+// PolarWorkspaceBytes(plan, x.batch), aligned to 64 bytes.
 MatrixView EnqueuePolar(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixView spare,
                         void* workspace);
 

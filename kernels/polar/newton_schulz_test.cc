@@ -1,9 +1,12 @@
 #include "kernels/polar/newton_schulz.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "common/dtype.h"
 #include "gtest/gtest.h"
+#include "kernels/cpu/amx/tile_kernels.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/reference/dense.h"
 
@@ -196,6 +199,43 @@ TEST_F(PolarTest, AolAgreesWithPlainLoops) {
       for (int64_t j = 0; j < n; ++j) EXPECT_EQ(o[n + j], 0) << "a zero row stays zero";
       // The preconditioned X does not see a power of two.
       EXPECT_EQ(Polar(rule, m, n, Floats(u, 0x1p-9)), o);
+    }
+  }
+}
+
+// What a machine with AMX does, with its tile unit in software: normalisation, map and scale in
+// one.
+TEST(FusedPolarTest, TheDevicesOwnKernelsTakeTheWholeMap) {
+  std::unique_ptr<Backend> backend = *CreateCpuBackend(2, &kEmulatedTileKernels);
+  std::unique_ptr<Stream> stream = *backend->CreateStream();
+  for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{64, 150}, {150, 64}}) {
+    for (const char* form : {"standard", "gram"}) {
+      const Rule rule = Muon({{"form", form}});
+      const PolarPlan plan = *MakePolarPlan(rule, rows, cols, backend->Info());
+      EXPECT_EQ(DescribePolar(plan), std::string("newton-schulz ") + form + " bf16");
+      EXPECT_NE(ExplainPolar(plan).find("fused kernels"), std::string::npos);
+      const Dense u = RandomNormal(rows, cols, 5);
+      std::vector<float> values = Floats(u);
+      std::vector<uint16_t> x(rows * cols);
+      DeviceBuffer workspace = *backend->Allocate(PolarWorkspaceBytes(plan));
+      DirectionStats figures = {FrobeniusNorm(u) * FrobeniusNorm(u), MaxAbs(u), 0};
+      NormalisePass normalise;
+      normalise.u = values.data();
+      normalise.rows = rows;
+      normalise.cols = normalise.stride = cols;
+      normalise.transpose = rows > cols;
+      normalise.x = {x.data(), DType::kBf16, plan.m, plan.n, 1};
+      normalise.figures = &figures;
+      const MatrixView o =
+          EnqueueNormalisedPolar(stream.get(), plan, normalise, MatrixView(), workspace.data());
+      ASSERT_TRUE(stream->Synchronize().ok());
+      ASSERT_EQ(o.data, x.data());
+      Dense got(plan.m, plan.n);
+      for (size_t i = 0; i < x.size(); ++i) got.values[i] = Bf16ToFloat(x[i]);
+      const Dense exact = Iterate(
+          plan.coefficients, Scaled(1 / FrobeniusNorm(u), normalise.transpose ? Transpose(u) : u));
+      EXPECT_LT(FrobeniusNorm(Combine(1, got, -1, exact)), 0.05 * FrobeniusNorm(exact))
+          << rows << " x " << cols << " " << form;
     }
   }
 }

@@ -35,9 +35,8 @@ UnitUpdate PolarUnit::Enqueue(Stream* stream, const float* u, int64_t stride,
   normalise.eps_floor = eps_floor_;
   normalise.x = operand;
   normalise.figures = figures;
-  stream->Run(normalise);
   UnitUpdate update;
-  update.o = EnqueuePolar(stream, plan_, operand, other, workspace);
+  update.o = EnqueueNormalisedPolar(stream, plan_, normalise, other, workspace);
   update.transposed = normalise.transpose;
   stream->Residual(update.o, stats);
   return update;

@@ -6,18 +6,15 @@
 
 #include "kernels/cpu/amx/tile_matrix.h"
 #include "kernels/cpu/aol.h"
+#include "kernels/cpu/segment_kernels.h"
 
 namespace stiefel {
 namespace {
 
 constexpr int64_t kBlockBytes = kBlockValues * static_cast<int64_t>(sizeof(uint16_t));
 
-// Units of a batch up to this size are shared out whole: their operands fit a second-level cache.
-constexpr int64_t kInlineElements = 512 * 512;
-
-bool RunsInline(const PolarPass& pass) {
-  return pass.x.batch > 1 && pass.x.rows * pass.x.cols <= kInlineElements;
-}
+// Columns of U that are brought into tile layout at once.
+constexpr int64_t kImportCols = 256;
 
 // X as the left operand of X X^T, as its right one (X^T), and as the right operand of B X; the last
 // twice, since a product reads all of one while it writes the next.
@@ -43,33 +40,24 @@ class Carver {
   char* next_;
 };
 
-int64_t UnitBytes(const PolarPass& pass) {
-  const int64_t m = BlocksOf(pass.x.rows), n = BlocksOf(pass.x.cols);
-  const int64_t squares = pass.gram ? 8 : 3;
-  return (4 * m * n + squares * m * m) * kBlockBytes +
-         m * kBlockSide * static_cast<int64_t>(sizeof(double));
-}
-
-// The map of one m x n unit.
-class Unit {
+// The map of one m x n matrix X.
+class TileMap {
  public:
-  Unit(const TileKernels& kernels, ThreadPool* pool, const PolarPass& pass, const uint16_t* x,
-       uint16_t* out, void* workspace)
+  TileMap(const TileKernels& kernels, ThreadPool* pool, const PolarPass& pass)
       : kernels_(kernels),
         products_(kernels, pool),
         pass_(pass),
-        source_(x),
-        out_(out),
-        m_(BlocksOf(pass.x.rows)),
-        n_(BlocksOf(pass.x.cols)),
-        carver_(workspace) {
+        m_(BlocksOf(pass.normalise.x.rows)),
+        n_(BlocksOf(pass.normalise.x.cols)),
+        carver_(pass.workspace) {
     x_ = {carver_.Operand(m_, n_), carver_.Operand(m_, n_), carver_.Operand(n_, m_),
           carver_.Operand(n_, m_)};
     scales_ = static_cast<double*>(carver_.Take(m_ * kBlockSide * sizeof(double)));
   }
 
-  void Run() {
-    Import();
+  // factor != 0
+  void Run(double factor) {
+    Import(factor);
     if (pass_.gram) {
       GramForm();
     } else {
@@ -233,39 +221,65 @@ class Unit {
     Spread(i, j, x_.pairs);
   }
 
-  // Row r of the row tiles of block (i, j) is row r of the block: how much of it the matrix has.
-  int64_t RowsOf(int64_t i) const { return std::min(kBlockSide, pass_.x.rows - i * kBlockSide); }
-  int64_t ColsOf(int64_t j) const { return std::min(kBlockSide, pass_.x.cols - j * kBlockSide); }
-
-  void Import() {
-    products_.ForEach(m_, [&](int64_t i) {
-      for (int64_t j = 0; j < n_; ++j) {
-        uint16_t* tiles = x_.rows.At(i, j);
-        const int64_t rows = RowsOf(i), cols = ColsOf(j);
-        if (rows < kBlockSide || cols < kBlockSide) std::memset(tiles, 0, kBlockBytes);
-        const uint16_t* from = source_ + i * kBlockSide * pass_.x.cols + j * kBlockSide;
-        for (int64_t row = 0; row < rows; ++row) {
-          std::memcpy(tiles + row * kBlockSide, from + row * pass_.x.cols, cols * sizeof(uint16_t));
-        }
-        Spread(i, j, x_.pairs);
-      }
+  // U, times the factor and rounded to bf16, as the operands that hold X.
+  void Import(double factor) const {
+    const NormalisePass& u = pass_.normalise;
+    const int64_t chunks = (u.cols + kImportCols - 1) / kImportCols;
+    products_.ForEach(BlocksOf(u.rows) * chunks, [&](int64_t task) {
+      ImportChunk(factor, task / chunks, task % chunks * kImportCols);
     });
+  }
+
+  // The 32 rows of U in block row `top`, and up to kImportCols columns.
+  void ImportChunk(double factor, int64_t top, int64_t left) const {
+    const NormalisePass& u = pass_.normalise;
+    const SegmentKernels& segments = BestSegmentKernels();
+    alignas(64) float scaled[kImportCols];
+    alignas(64) uint16_t chunk[kBlockSide][kImportCols];
+    const int64_t rows = std::min(kBlockSide, u.rows - top * kBlockSide);
+    const int64_t cols = std::min(kImportCols, u.cols - left);
+    if (rows < kBlockSide || cols < kImportCols) std::memset(chunk, 0, sizeof(chunk));
+    for (int64_t row = 0; row < rows; ++row) {
+      segments.scale_wide(factor, u.u + (top * kBlockSide + row) * u.stride + left, scaled, cols);
+      segments.round_bf16(1, scaled, 0, nullptr, chunk[row], cols);
+    }
+    for (int64_t block = 0; block < BlocksOf(cols); ++block) {
+      alignas(64) uint16_t tiles[kBlockValues];
+      for (int64_t row = 0; row < kBlockSide; ++row) {
+        std::memcpy(tiles + row * kBlockSide, chunk[row] + block * kBlockSide,
+                    kBlockSide * sizeof(uint16_t));
+      }
+      ImportBlock(tiles, top, left / kBlockSide + block);
+    }
+  }
+
+  // Block (i, j) of U, as row tiles.
+  void ImportBlock(const uint16_t* tiles, int64_t i, int64_t j) const {
+    if (pass_.normalise.transpose) {
+      kernels_.to_pair_tiles(tiles, x_.transpose.At(j, i));
+      kernels_.transpose(x_.transpose.At(j, i), x_.rows.At(j, i));
+      kernels_.transpose(tiles, x_.pairs.At(i, j));
+    } else {
+      std::memcpy(x_.rows.At(i, j), tiles, kBlockBytes);
+      Spread(i, j, x_.pairs);
+    }
   }
 
   void Export(const float* block, int64_t i, int64_t j) const {
     alignas(64) uint16_t tiles[kBlockValues];
     kernels_.to_row_tiles(block, tiles);
-    uint16_t* to = out_ + i * kBlockSide * pass_.x.cols + j * kBlockSide;
-    for (int64_t row = 0; row < RowsOf(i); ++row) {
-      std::memcpy(to + row * pass_.x.cols, tiles + row * kBlockSide, ColsOf(j) * sizeof(uint16_t));
+    const MatrixView& x = pass_.normalise.x;
+    const int64_t rows = std::min(kBlockSide, x.rows - i * kBlockSide);
+    const int64_t cols = std::min(kBlockSide, x.cols - j * kBlockSide);
+    uint16_t* to = static_cast<uint16_t*>(x.data) + i * kBlockSide * x.cols + j * kBlockSide;
+    for (int64_t row = 0; row < rows; ++row) {
+      std::memcpy(to + row * x.cols, tiles + row * kBlockSide, cols * sizeof(uint16_t));
     }
   }
 
   const TileKernels& kernels_;
   const TileProducts products_;
   const PolarPass& pass_;
-  const uint16_t* const source_;
-  uint16_t* const out_;
   const int64_t m_, n_;  // sides of X in blocks
   Carver carver_;
   TileX x_;
@@ -274,22 +288,20 @@ class Unit {
 
 }  // namespace
 
-int64_t TilePolarBytes(const PolarPass& pass) {
-  return UnitBytes(pass) * (RunsInline(pass) ? pass.x.batch : 1);
+int64_t TilePolarBytes(int64_t m, int64_t n, bool gram) {
+  const int64_t rows = BlocksOf(m), cols = BlocksOf(n);
+  const int64_t squares = gram ? 8 : 3;
+  return (4 * rows * cols + squares * rows * rows) * kBlockBytes +
+         rows * kBlockSide * static_cast<int64_t>(sizeof(double));
 }
 
-void TilePolar(const TileKernels& kernels, ThreadPool* pool, const PolarPass& pass) {
-  const bool inline_units = RunsInline(pass);
-  const int64_t elements = pass.x.rows * pass.x.cols;
-  const auto run = [&](int64_t i) {
-    char* workspace = static_cast<char*>(pass.workspace) + (inline_units ? i : 0) * UnitBytes(pass);
-    Unit(kernels, inline_units ? nullptr : pool, pass,
-         static_cast<const uint16_t*>(pass.x.data) + i * elements,
-         static_cast<uint16_t*>(pass.out.data) + i * elements, workspace)
-        .Run();
-  };
-  if (inline_units) return pool->ParallelFor(pass.x.batch, run);
-  for (int64_t i = 0; i < pass.x.batch; ++i) run(i);
+void TilePolar(const TileKernels& kernels, ThreadPool* pool, const PolarPass& pass, double factor) {
+  const MatrixView& x = pass.normalise.x;
+  if (factor == 0) {
+    std::memset(x.data, 0, x.rows * x.cols * sizeof(uint16_t));
+  } else {
+    TileMap(kernels, pool, pass).Run(factor);
+  }
 }
 
 }  // namespace stiefel

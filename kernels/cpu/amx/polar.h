@@ -12,13 +12,13 @@
 
 namespace stiefel {
 
-// DeviceInfo::fused_polar_bytes. With M and N the sides of X rounded up to 32, a unit takes
-// 8 M N + 6 M M bytes in the standard form, 8 M N + 16 M M in the Gram form, and 8 M. Of a batch,
-// small units are computed side by side, each with its own workspace, and others one by one.
-int64_t TilePolarBytes(const PolarPass& pass);
+// DeviceInfo::fused_polar_bytes. With M and N the sides of X rounded up to 32: 8 M N + 6 M M bytes
+// in the standard form, 8 M N + 16 M M in the Gram form, and 8 M.
+int64_t TilePolarBytes(int64_t m, int64_t n, bool gram);
 
-// Stream::Run(PolarPass). A unit gets the same bits in any batch and with any number of threads.
-void TilePolar(const TileKernels& kernels, ThreadPool* pool, const PolarPass& pass);
+// Stream::Run(PolarPass); `factor` is NormaliseFactor of its normalisation. The same bits with any
+// number of threads.
+void TilePolar(const TileKernels& kernels, ThreadPool* pool, const PolarPass& pass, double factor);
 
 }  // namespace stiefel
 
