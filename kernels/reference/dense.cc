@@ -31,13 +31,16 @@ double* Row(Dense* a, int64_t i) { return a->values.data() + i * a->cols; }
 
 // Rotates pairs of rows of w until all are orthogonal, and the rows of q (may be null) alike.
 void OrthogonaliseRows(Dense* w, Dense* q) {
+  // A row this short is rounding of the others, and has no direction to make orthogonal.
+  const double nothing = 1e-30 * Inner(*w, *w);
   for (int sweep = 0; sweep < 60; ++sweep) {
     bool rotated = false;
     for (int64_t i = 0; i < w->rows; ++i) {
       for (int64_t k = i + 1; k < w->rows; ++k) {
         double *x = Row(w, i), *y = Row(w, k);
         const double xx = Dot(x, x, w->cols), yy = Dot(y, y, w->cols), xy = Dot(x, y, w->cols);
-        if (std::fabs(xy) <= 1e-14 * std::sqrt(xx) * std::sqrt(yy)) continue;
+        if (std::min(xx, yy) <= nothing || std::fabs(xy) <= 1e-14 * std::sqrt(xx) * std::sqrt(yy))
+          continue;
         rotated = true;
         const double tau = (yy - xx) / (2 * xy);
         const double t = (tau >= 0 ? 1 : -1) / (std::fabs(tau) + std::sqrt(1 + tau * tau));

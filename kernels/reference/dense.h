@@ -43,7 +43,8 @@ struct SingularPairs {
   Dense left, right;
   std::vector<double> values;
 };
-// One-sided Jacobi: exact to rounding, singular values to high relative accuracy.
+// One-sided Jacobi: exact to rounding, and singular values above 1e-15 |a|_F to high relative
+// accuracy.
 SingularPairs SingularValueDecomposition(const Dense& a);
 // Its values alone.
 std::vector<double> SingularValues(const Dense& a);

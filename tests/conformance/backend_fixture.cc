@@ -11,12 +11,27 @@ std::vector<HostPiece> WholeGradient(const Dense& g) {
   return {{WholeRect(g.rows, g.cols), g.values}};
 }
 
-MatrixOnDevice::MatrixOnDevice(Backend* backend, const Rule& rule, int64_t rows, int64_t cols)
-    : backend_(backend), rows_(rows), cols_(cols) {
+std::optional<PairOnHost> SomePair(const Rule& rule, int64_t rows, int64_t cols) {
+  if (rule.family != RuleFamily::kPolora) return std::nullopt;
+  PairOnHost pair;
+  pair.weights = Rounded(RandomNormal(rows, cols, 70));
+  pair.partner_weights = Rounded(RandomNormal(cols, rows, 71));
+  for (const StateBuffer& buffer : RuleState(rule, rows, cols)) {
+    // The partner's p is as long as this one's q, and the other way round.
+    pair.partner_state.emplace_back(buffer.cols, buffer.rows);
+  }
+  return pair;
+}
+
+MatrixOnDevice::MatrixOnDevice(Backend* backend, const Rule& rule, int64_t rows, int64_t cols,
+                               std::optional<std::pair<int64_t, int64_t>> partner)
+    : backend_(backend), rows_(rows), cols_(cols), some_pair_(SomePair(rule, rows, cols)) {
   stream_ = std::move(backend->CreateStream()).value();
-  rule_ = std::move(MatrixRule::Create(rule, rows, cols, backend)).value();
-  for (const StateSpec& spec : rule_->State()) {
-    DeviceBuffer buffer = std::move(backend->Allocate(spec.elements * sizeof(float))).value();
+  if (some_pair_.has_value() && !partner.has_value()) partner = {cols, rows};
+  rule_ = std::move(MatrixRule::Create(rule, rows, cols, backend, partner)).value();
+  for (const StateBuffer& spec : rule_->State()) {
+    DeviceBuffer buffer =
+        std::move(backend->Allocate(spec.rows * spec.cols * sizeof(float))).value();
     stream_->Zero(buffer.data(), buffer.bytes());
     state_.push_back(std::move(buffer));
   }
@@ -29,6 +44,23 @@ DeviceBuffer MatrixOnDevice::ToDevice(const void* data, int64_t bytes, int64_t s
   return buffer;
 }
 
+std::vector<DeviceBuffer> MatrixOnDevice::ToDevice(const HostView& view, int64_t misalign,
+                                                   GradientView* device) {
+  std::vector<DeviceBuffer> data;
+  device->mean = view.mean;
+  device->grad_scale = view.grad_scale;
+  for (const HostPiece& piece : view.pieces) {
+    std::vector<float> fp32(piece.values.begin(), piece.values.end());
+    std::vector<char> raw(fp32.size() * DTypeSize(piece.dtype));
+    Convert(fp32.data(), DType::kFp32, raw.data(), piece.dtype, static_cast<int64_t>(fp32.size()));
+    const int64_t shift = misalign * DTypeSize(piece.dtype);
+    data.push_back(ToDevice(raw.data(), static_cast<int64_t>(raw.size()), shift));
+    device->pieces.push_back({piece.rect, data.back().as<char>() + shift, piece.dtype, piece.weight,
+                              piece.group, piece.group});
+  }
+  return data;
+}
+
 std::vector<float> MatrixOnDevice::ToHost(const void* device, DType dtype, int64_t elements) {
   std::vector<char> raw(elements * DTypeSize(dtype));
   stream_->CopyToHost(raw.data(), device, static_cast<int64_t>(raw.size()));
@@ -38,34 +70,55 @@ std::vector<float> MatrixOnDevice::ToHost(const void* device, DType dtype, int64
   return values;
 }
 
+void MatrixOnDevice::Commit(const GradientView& gradient, const StepArgs& args,
+                            std::vector<DeviceBuffer> staged) {
+  bool absorb = false;
+  std::vector<float*> state;
+  for (size_t i = 0; i < state_.size(); ++i) {
+    if (staged[i].data() == nullptr) absorb = true;
+    if (staged[i].data() != nullptr) state_[i] = std::move(staged[i]);
+    state.push_back(state_[i].as<float>());
+  }
+  if (!absorb) return;
+  const absl::Status absorbed = rule_->Absorb(stream_.get(), gradient, args, state);
+  EXPECT_TRUE(absorbed.ok()) << absorbed;
+}
+
 Outcome MatrixOnDevice::Step(const HostView& view, const StepArgs& args,
                              const StepOptions& options) {
   const int64_t elements = rows_ * cols_;
-  std::vector<DeviceBuffer> data;
   GradientView gradient;
-  gradient.mean = view.mean;
-  gradient.grad_scale = view.grad_scale;
-  for (const HostPiece& piece : view.pieces) {
-    std::vector<float> fp32(piece.values.begin(), piece.values.end());
-    std::vector<char> raw(fp32.size() * DTypeSize(piece.dtype));
-    Convert(fp32.data(), DType::kFp32, raw.data(), piece.dtype, static_cast<int64_t>(fp32.size()));
-    const int64_t shift = options.misalign * DTypeSize(piece.dtype);
-    data.push_back(ToDevice(raw.data(), static_cast<int64_t>(raw.size()), shift));
-    gradient.pieces.push_back({piece.rect, data.back().as<char>() + shift, piece.dtype,
-                               piece.weight, piece.group, piece.group});
-  }
+  const std::vector<DeviceBuffer> data = ToDevice(view, options.misalign, &gradient);
 
   StepBuffers buffers;
-  std::vector<DeviceBuffer> staged;
+  std::vector<DeviceBuffer> staged(state_.size());
   for (size_t i = 0; i < state_.size(); ++i) {
     buffers.state.push_back(state_[i].as<float>());
-    if (options.lazy) continue;
-    staged.push_back(std::move(backend_->Allocate(state_[i].bytes())).value());
-    buffers.staged_state.push_back(staged.back().as<float>());
+    if (!options.lazy || !rule_->State()[i].elementwise)
+      staged[i] = std::move(backend_->Allocate(state_[i].bytes())).value();
+    buffers.staged_state.push_back(staged[i].as<float>());
+  }
+
+  const auto upload = [&](const Dense& a) {
+    const std::vector<float> fp32(a.values.begin(), a.values.end());
+    return ToDevice(fp32.data(), static_cast<int64_t>(fp32.size() * sizeof(float)));
+  };
+  DeviceBuffer weights, partner_weights;
+  std::vector<DeviceBuffer> partner_state;
+  const std::optional<PairOnHost>& pair = options.pair.has_value() ? options.pair : some_pair_;
+  if (pair.has_value()) {
+    weights = upload(pair->weights);
+    partner_weights = upload(pair->partner_weights);
+    buffers.weights = weights.as<float>();
+    buffers.partner_weights = partner_weights.as<float>();
+    for (const Dense& state : pair->partner_state) {
+      partner_state.push_back(upload(state));
+      buffers.partner_state.push_back(partner_state.back().as<float>());
+    }
   }
   const int64_t shift = options.misalign * DTypeSize(options.delta_dtype);
   DeviceBuffer delta = std::move(backend_->Allocate(elements * 4 + shift)).value();
-  DeviceBuffer weights, staged_weights, payload;
+  DeviceBuffer staged_weights, payload;
   if (options.weights.has_value()) {
     weights = ToDevice(options.weights->data(), elements * 4);
     staged_weights = std::move(backend_->Allocate(elements * 4)).value();
@@ -90,16 +143,11 @@ Outcome MatrixOnDevice::Step(const HostView& view, const StepArgs& args,
   } else {
     outcome.delta = ToHost(buffers.delta, options.delta_dtype, elements);
   }
-  if (options.commit && options.lazy) {
-    std::vector<float*> state;
-    for (DeviceBuffer& buffer : state_) state.push_back(buffer.as<float>());
-    const absl::Status absorbed = rule_->Absorb(stream_.get(), gradient, args, state);
-    EXPECT_TRUE(absorbed.ok()) << absorbed;
-  } else if (options.commit) {
-    for (size_t i = 0; i < state_.size(); ++i) state_[i] = std::move(staged[i]);
+  if (options.commit) Commit(gradient, args, std::move(staged));
+  for (DeviceBuffer& buffer : state_) {
+    outcome.state.push_back(
+        ToHost(buffer.data(), DType::kFp32, buffer.bytes() / static_cast<int64_t>(sizeof(float))));
   }
-  for (DeviceBuffer& buffer : state_)
-    outcome.state.push_back(ToHost(buffer.data(), DType::kFp32, elements));
   return outcome;
 }
 
@@ -123,18 +171,68 @@ Rule MakeRule(const std::string& preset,
   return rule;
 }
 
+std::vector<Rule> EveryPreset() {
+  std::vector<Rule> rules;
+  for (const PresetInfo& info : Presets()) {
+    if (info.name != "polora") rules.push_back(MakeRule(std::string(info.name)));
+  }
+  rules.push_back(MakeRule("muonbp", {{"tile", "16"}}));
+  rules.push_back(MakeRule("himuon", {{"tile", "16"}}));
+  rules.push_back(MakeRule("polora", {{"factor", "a"}}));
+  rules.push_back(MakeRule("polora", {{"factor", "b"}}));
+  return rules;
+}
+
+ReferenceStep StepOf(ReferenceRule* reference, const Rule& rule, const Dense& gradient,
+                     const StepArgs& args, const StepOptions& options) {
+  std::optional<PairOnHost> pair = options.pair;
+  if (!pair.has_value()) pair = SomePair(rule, gradient.rows, gradient.cols);
+  if (!pair.has_value()) return reference->Step(gradient, args);
+  if (options.weights.has_value())
+    pair->weights = ToDense(*options.weights, gradient.rows, gradient.cols);
+  const ReferencePair references{pair->weights, pair->partner_weights, pair->partner_state};
+  return reference->Step(gradient, args, &references);
+}
+
 Dense ToDense(const std::vector<float>& values, int64_t rows, int64_t cols) {
   return Dense(rows, cols, std::vector<double>(values.begin(), values.end()));
+}
+
+Dense Rounded(const Dense& a) {
+  return ToDense(std::vector<float>(a.values.begin(), a.values.end()), a.rows, a.cols);
 }
 
 double RelativeError(const std::vector<float>& a, const Dense& b) {
   double largest = 0;
   for (size_t i = 0; i < a.size(); ++i) largest = std::max(largest, std::fabs(a[i] - b.values[i]));
-  for (float v : a) {
-    if (!std::isfinite(v)) return INFINITY;
-  }
+  if (!AllFinite(a)) return INFINITY;
   const double scale = MaxAbs(b);
   return largest == 0 ? 0 : largest / scale;
+}
+
+bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+bool AllFinite(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(), [](float v) { return std::isfinite(v); });
+}
+
+void ExpectSame(const std::vector<Outcome>& a, const std::vector<Outcome>& b,
+                const std::string& where) {
+  ASSERT_EQ(a.size(), b.size()) << where;
+  for (size_t i = 0; i < a.size(); ++i) {
+    EXPECT_TRUE(SameBits(a[i].delta, b[i].delta)) << where << " step " << i + 1;
+    ASSERT_EQ(a[i].state.size(), b[i].state.size()) << where;
+    for (size_t s = 0; s < a[i].state.size(); ++s) {
+      EXPECT_TRUE(SameBits(a[i].state[s], b[i].state[s]))
+          << where << " step " << i + 1 << " state " << s;
+    }
+    EXPECT_EQ(a[i].result.sum_squares, b[i].result.sum_squares) << where;
+    EXPECT_EQ(a[i].result.update_rms, b[i].result.update_rms) << where;
+    EXPECT_EQ(a[i].result.residual, b[i].result.residual) << where;
+    EXPECT_EQ(a[i].result.row_wise_spectral, b[i].result.row_wise_spectral) << where;
+  }
 }
 
 }  // namespace stiefel

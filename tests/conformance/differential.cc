@@ -1,0 +1,127 @@
+#include "tests/conformance/differential.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace stiefel {
+namespace {
+
+constexpr double kStateError = 2e-6;
+
+// f' at x, f the composed scalar map.
+double Slope(const std::vector<Coefficients>& schedule, double x) {
+  double slope = 1;
+  for (const Coefficients& k : schedule) {
+    const double square = x * x;
+    slope *= k.a + square * (3 * k.b + 5 * square * k.c);
+    x *= k.a + square * (k.b + square * k.c);
+  }
+  return slope;
+}
+
+double PolarTolerance(const Rule& rule, const Dense& u) {
+  const Dense x = ReferencePreconditioned(rule, u.rows <= u.cols ? u : Transpose(u));
+  const double norm = FrobeniusNorm(x);
+  if (norm == 0) return kFp32Error;
+  const std::vector<double> values = SingularValues(x);
+  double slope = 0;
+  for (double v : values) slope = std::max(slope, std::fabs(Slope(PolarCoefficients(rule), v)));
+  const double stated = values.back() / norm >= 0.01 ? kFp32Error : kIllConditionedError;
+  return std::max(stated, std::ldexp(slope, -22));
+}
+
+// 4 gain x 1e-6 sigma_1 / the least gap beside a shaped direction.
+double ShapingError(const Rule& rule, const Dense& u) {
+  const std::vector<double> values = SingularValues(u);
+  const int64_t d = static_cast<int64_t>(values.size()), k = ShapedDirections(rule, d);
+  double gap = values[0];
+  for (int64_t i = 0; i < std::min(k, d - 1); ++i) gap = std::min(gap, values[i] - values[i + 1]);
+  return gap == 0 ? 0 : 4 * rule.gain * 1e-6 * values[0] / gap;
+}
+
+// Steps for which the state of small buffers has no entry-wise bound: vectors are given up to sign.
+bool ComparesState(const StateBuffer& buffer) { return buffer.name != "leading_directions"; }
+
+std::vector<float> RandomWeights(int64_t rows, int64_t cols, uint64_t seed) {
+  const Dense weights = RandomNormal(rows, cols, seed);
+  return std::vector<float>(weights.values.begin(), weights.values.end());
+}
+
+void CompareFigures(const Outcome& got, const ReferenceStep& want, const Rule& rule,
+                    const StepArgs& args, const Dense& gradient, double tolerance,
+                    const std::string& where) {
+  const double squares = Inner(gradient, gradient);
+  EXPECT_NEAR(got.result.sum_squares, squares, 1e-5 * squares) << where;
+  const double ratio = args.kind == StepKind::kOffRefresh ? rule.off_refresh_lr_ratio : 1;
+  const double rms = FrobeniusNorm(want.delta) / (args.lr * ratio) /
+                     std::sqrt(static_cast<double>(gradient.rows * gradient.cols));
+  EXPECT_NEAR(got.result.update_rms, rms, std::max(3e-4, tolerance) * rms) << where;
+  EXPECT_EQ(got.result.nonfinite_gradient + got.result.nonfinite_update, 0) << where;
+  const bool polar = rule.family == RuleFamily::kPolora || !want.units.empty();
+  EXPECT_EQ(got.result.newton_schulz, polar) << where;
+}
+
+}  // namespace
+
+double Fp32Tolerance(const Rule& rule, const ReferenceStep& step, const StepArgs& args) {
+  if (rule.family == RuleFamily::kPolora) return kIllConditionedError / std::sqrt(rule.delta);
+  double tolerance = kFp32Error;
+  for (const ReferenceUnit& unit : step.units)
+    tolerance = std::max(tolerance, PolarTolerance(rule, unit.u));
+  if (rule.gain == 1 || args.kind != StepKind::kRefresh) return tolerance;
+  double shaping = 0;
+  for (const ReferenceUnit& unit : step.units)
+    shaping = std::max(shaping, ShapingError(rule, unit.u));
+  return tolerance * std::max(1.0, rule.gain) + shaping;
+}
+
+void Agreement::Take(double error_over_tolerance, const std::string& at) {
+  if (error_over_tolerance > worst) {
+    worst = error_over_tolerance;
+    where = at;
+  }
+}
+
+void CompareWithReference(Backend* backend, const Rule& rule, int64_t rows, int64_t cols,
+                          int64_t phase, int64_t steps, uint64_t seed, Agreement* agreement) {
+  MatrixOnDevice matrix(backend, rule, rows, cols);
+  ReferenceRule reference(rule, rows, cols);
+  const bool keeps_momentum = !matrix.rule().State().empty();
+  for (int64_t step = 1; step <= steps; ++step) {
+    const Dense gradient = Rounded(RandomNormal(rows, cols, seed + static_cast<uint64_t>(step)));
+    StepArgs args = ArgsOf(rule, phase, step);
+    args.lr = 0.5 / static_cast<double>(step);
+    if (step == 2) args.clip_scale = 0.37;
+    if (step == 3 && keeps_momentum) args.beta = 0.8;
+    StepOptions options;
+    options.lazy = step == 2;
+    if (step == 3) options.weights = RandomWeights(rows, cols, seed);
+    const Outcome got = matrix.Step({WholeGradient(gradient)}, args, options);
+    const ReferenceStep want = StepOf(&reference, rule, gradient, args, options);
+    const std::string where = DescribeRule(rule) + " " + std::to_string(rows) + "x" +
+                              std::to_string(cols) + " phase " + std::to_string(phase) + " step " +
+                              std::to_string(step);
+    const double tolerance = Fp32Tolerance(rule, want, args);
+    // A sign that differs is a whole unit, and says nothing where the argument is a rounding of 0.
+    if (rule.family != RuleFamily::kLion || step == 3) {
+      const double error =
+          step == 3
+              ? RelativeError(got.weights, ReferenceRule::Apply(
+                                               ToDense(*options.weights, rows, cols), want, args))
+              : RelativeError(got.delta, want.delta);
+      EXPECT_LE(error, tolerance) << where;
+      agreement->Take(error / tolerance, where);
+    }
+    const std::vector<Dense> state = reference.state();
+    ASSERT_EQ(got.state.size(), state.size()) << where;
+    for (size_t i = 0; i < state.size(); ++i) {
+      const StateBuffer& buffer = matrix.rule().State()[i];
+      if (!ComparesState(buffer)) continue;
+      const double bound = buffer.elementwise ? kStateError : 2 * tolerance;
+      EXPECT_LE(RelativeError(got.state[i], state[i]), bound) << where << " " << buffer.name;
+    }
+    CompareFigures(got, want, rule, args, gradient, tolerance, where);
+  }
+}
+
+}  // namespace stiefel

@@ -1,0 +1,42 @@
+// One rule on a backend and on the reference, side by side.
+#ifndef STIEFEL_TESTS_CONFORMANCE_DIFFERENTIAL_H_
+#define STIEFEL_TESTS_CONFORMANCE_DIFFERENTIAL_H_
+
+#include <cstdint>
+#include <string>
+
+#include "tests/conformance/backend_fixture.h"
+
+namespace stiefel {
+
+// docs/RULES.md, section 7: fp32 against fp64, of the largest entry, where sigma_min / |X|_F >=
+// .01, and for worse conditions.
+constexpr double kFp32Error = 2e-5;
+constexpr double kIllConditionedError = 3e-4;
+
+// The tolerance for this step: the worse of the two above that a unit of the polar map asks for, or
+// what the rounding of X0 alone comes to where the scalar map is steep (raw POLAR_EXPRESS at 1: f'
+// = 68000). To it come, for
+//   spectral shaping: the turn of singular pairs that are found to a residual of 1e-6 of the
+//   largest
+//     singular value, over the gaps between them (Davis and Kahan), times gain and 4 (two vectors,
+//     and entries against the largest entry);
+//   polora: the factors C^-1/2 and Q^-1/2, each of condition delta^-1/2.
+double Fp32Tolerance(const Rule& rule, const ReferenceStep& step, const StepArgs& args);
+
+// What a comparison found: the largest error over its tolerance.
+struct Agreement {
+  double worst = 0;
+  std::string where;
+  void Take(double error_over_tolerance, const std::string& at);
+};
+
+// `steps` steps of a rows x cols matrix: random normal gradients, the second step clipped and
+// committed lazily, the third in WEIGHTS mode with another beta. EXPECTs that deltas (or weights),
+// state and figures agree.
+void CompareWithReference(Backend* backend, const Rule& rule, int64_t rows, int64_t cols,
+                          int64_t phase, int64_t steps, uint64_t seed, Agreement* agreement);
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_TESTS_CONFORMANCE_DIFFERENTIAL_H_
