@@ -64,8 +64,8 @@ double SplitFlops(const Rule& rule, int64_t rows, int64_t cols, StepKind kind) {
 }
 
 double PoloraFlops(const Rule& rule, int64_t rows, int64_t cols) {
-  const auto r = static_cast<double>(std::min(rows, cols));
-  const auto d = static_cast<double>(std::max(rows, cols));
+  const auto r = static_cast<double>(RankOf(rule, rows, cols));
+  const double d = static_cast<double>(rows) * static_cast<double>(cols) / r;
   return UnitFlops(rule, rows, cols) + kPoloraProducts * r * r * d + kPoloraSmall * r * r * r;
 }
 

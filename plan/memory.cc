@@ -99,7 +99,7 @@ Bytes SpectralBytes(const Rule& rule, int64_t rows, int64_t cols) {
 
 // Both factors once or twice in fp32 along the way, and r x r matrices in fp64.
 Bytes PoloraBytes(const Rule& rule, int64_t rows, int64_t cols, int64_t partner_elements) {
-  const int64_t r = std::min(rows, cols);
+  const int64_t r = RankOf(rule, rows, cols);
   return Bytes(kFigureBytes) + Bytes(rows) * cols * (6 * kFp32Bytes) +
          Bytes(partner_elements) * (2 * kFp32Bytes) + Bytes(r) * r * (8 * kFp64Bytes) +
          PolarBytes(rule, rows, cols);

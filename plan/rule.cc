@@ -135,6 +135,10 @@ absl::StatusOr<PoloraFactor> FactorOf(const Rule& rule, int64_t rows, int64_t co
   return rows < cols ? PoloraFactor::kA : PoloraFactor::kB;
 }
 
+int64_t RankOf(const Rule& rule, int64_t rows, int64_t cols) {
+  return FactorOf(rule, rows, cols).value_or(PoloraFactor::kA) == PoloraFactor::kA ? rows : cols;
+}
+
 bool NeedsWeights(const Rule& rule) { return rule.family == RuleFamily::kPolora; }
 
 std::vector<Coefficients> PolarCoefficients(const Rule& rule) {

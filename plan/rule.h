@@ -238,6 +238,10 @@ double ShapingWeight(const Rule& rule, int64_t step);
 // Which factor a polora matrix is. INVALID_ARGUMENT where neither the rule nor the shape says it.
 absl::StatusOr<PoloraFactor> FactorOf(const Rule& rule, int64_t rows, int64_t cols);
 
+// r of a polora factor: the rows of a, the columns of b. REQUIRES: a rule that is valid for the
+// shape.
+int64_t RankOf(const Rule& rule, int64_t rows, int64_t cols);
+
 // Whether two polora parameters are the factors of one product: each names the other, one is a (r x
 // d_in) and one b (d_out x r), and their options are equal. INVALID_ARGUMENT with the names and
 // numbers.

@@ -186,10 +186,13 @@ TEST(FactorOf, TheShapeSaysItWhereItCan) {
   Rule rule = Preset("polora");
   EXPECT_EQ(*FactorOf(rule, 4, 20), PoloraFactor::kA);
   EXPECT_EQ(*FactorOf(rule, 20, 4), PoloraFactor::kB);
+  EXPECT_EQ(RankOf(rule, 4, 20), 4);
+  EXPECT_EQ(RankOf(rule, 20, 4), 4);
   EXPECT_THAT(Error(FactorOf(rule, 4, 4).status()), HasSubstr("4 x 4"));
   EXPECT_THAT(Error(ValidateRule(rule, 4, 4)), HasSubstr("set factor to a"));
   rule.factor = PoloraFactor::kB;
   EXPECT_EQ(*FactorOf(rule, 4, 4), PoloraFactor::kB);
+  EXPECT_EQ(RankOf(rule, 4, 9), 9);  // the user's word, whatever the shape looks like
   EXPECT_TRUE(ValidateRule(rule, 4, 4).ok());
 }
 
