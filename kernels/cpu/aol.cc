@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
+#include <functional>
 
 #include "kernels/cpu/scratch.h"
 #include "kernels/cpu/segment_kernels.h"
@@ -60,14 +60,16 @@ void AolScales(int64_t m, double* sums) {
 void CpuRun(ThreadPool* pool, const AolPass& pass) {
   const int64_t m = pass.gram.rows, count = pass.gram.batch * m;
   auto* scales = static_cast<double*>(ThreadScratch(ScratchUse::kRows, count * sizeof(double)));
-  pool->ParallelFor(count, [&](int64_t row) { scales[row] = AbsoluteSum(pass.gram, row); });
+  const auto sum = [&](int64_t row) { scales[row] = AbsoluteSum(pass.gram, row); };
+  const auto scale = [&](int64_t row) {
+    ScaleRow(pass.gram, row, scales[row], scales + row / m * m);
+    ScaleRow(pass.x, row, scales[row], nullptr);
+  };
+  pool->ParallelFor(count, std::ref(sum));
   for (int64_t matrix = 0; matrix < pass.gram.batch; ++matrix) {
     AolScales(m, scales + matrix * m);
   }
-  pool->ParallelFor(count, [&](int64_t row) {
-    ScaleRow(pass.gram, row, scales[row], scales + row / m * m);
-    ScaleRow(pass.x, row, scales[row], nullptr);
-  });
+  pool->ParallelFor(count, std::ref(scale));
 }
 
 }  // namespace stiefel

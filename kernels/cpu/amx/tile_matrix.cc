@@ -1,6 +1,7 @@
 #include "kernels/cpu/amx/tile_matrix.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "kernels/cpu/scratch.h"
 
@@ -29,7 +30,7 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 class Task {
  public:
   Task(const TileKernels& kernels, const TileOperand& a, const TileOperand& b, bool symmetric,
-       const TileProducts::Epilogue& epilogue, Range rows, Range cols)
+       TileProducts::Epilogue epilogue, Range rows, Range cols)
       : kernels_(kernels),
         a_(a),
         b_(b),
@@ -83,21 +84,20 @@ class Task {
   const TileKernels& kernels_;
   const TileOperand &a_, &b_;
   const bool symmetric_;
-  const TileProducts::Epilogue& epilogue_;
+  const TileProducts::Epilogue epilogue_;
   const Range rows_, cols_;
   const int64_t pass_steps_;
 };
 
 }  // namespace
 
-void TileProducts::ForEach(int64_t count, const std::function<void(int64_t)>& body) const {
-  if (pool_ != nullptr) return pool_->ParallelFor(count, body);
-  for (int64_t i = 0; i < count; ++i) body(i);
+void TileProducts::ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) const {
+  pool_->ParallelFor(count, std::ref(body));
 }
 
 void TileProducts::Multiply(const TileOperand& a, const TileOperand& b, bool symmetric,
-                            const Epilogue& epilogue) const {
-  const int64_t threads = pool_ == nullptr ? 1 : pool_->threads();
+                            Epilogue epilogue) const {
+  const int64_t threads = pool_->threads();
   const int64_t columns = CeilDiv(b.panels, kTaskCols);
   int64_t height = std::min(kTaskRows, a.panels);
   while (threads > 1 && height > 1 &&

@@ -3,8 +3,8 @@
 #define STIEFEL_KERNELS_CPU_AMX_TILE_MATRIX_H_
 
 #include <cstdint>
-#include <functional>
 
+#include "absl/functional/function_ref.h"
 #include "kernels/cpu/amx/tile_kernels.h"
 #include "kernels/cpu/thread_pool.h"
 
@@ -32,18 +32,17 @@ struct SymmetricTiles {
 class TileProducts {
  public:
   // Called with each fp32 block (i, j) of a product, once; it may change the block. On any thread.
-  using Epilogue = std::function<void(float* block, int64_t i, int64_t j)>;
+  using Epilogue = absl::FunctionRef<void(float* block, int64_t i, int64_t j)>;
 
-  // Shares the blocks out over the pool, or keeps to the calling thread where it is null. Both are
-  // borrowed.
+  // Shares the blocks out over the pool. Both are borrowed.
   TileProducts(const TileKernels& kernels, ThreadPool* pool) : kernels_(kernels), pool_(pool) {}
 
   // Computes a b; of a symmetric product only the blocks with i >= j.
   void Multiply(const TileOperand& a, const TileOperand& b, bool symmetric,
-                const Epilogue& epilogue) const;
+                Epilogue epilogue) const;
 
   // body(i) for i in [0, count), on any thread.
-  void ForEach(int64_t count, const std::function<void(int64_t)>& body) const;
+  void ForEach(int64_t count, absl::FunctionRef<void(int64_t)> body) const;
 
  private:
   const TileKernels& kernels_;
