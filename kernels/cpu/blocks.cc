@@ -44,6 +44,9 @@ void AddStats(const StepStats& part, StepStats* total) {
 ElementWorker::ElementWorker(const ElementPass& pass)
     : pass_(pass),
       first_element_(pass.first_row * pass.gradient->cols()),
+      streaming_(pass.rows * pass.gradient->cols() >= kStreamedElements),
+      state_streaming_(streaming_ && pass.new_state[0] != nullptr &&
+                       pass.new_state[0] != pass.state[0]),
       kernels_(BestSegmentKernels()),
       gatherer_(*pass.gradient, kernels_) {
   const ElementCoefficients& k = pass.coefficients;
@@ -53,7 +56,7 @@ ElementWorker::ElementWorker(const ElementPass& pass)
 }
 
 double ElementWorker::Run(int64_t begin, int64_t n, float* u, StepStats* stats) {
-  gatherer_.Gather(first_element_ + begin, n, gradient_);
+  const float* g = gatherer_.Gather(first_element_ + begin, n, gradient_);
   SegmentSums gradient = {}, direction = {};
 
   const float* state[kMaxStates];
@@ -64,15 +67,16 @@ double ElementWorker::Run(int64_t begin, int64_t n, float* u, StepStats* stats) 
   }
   switch (pass_.coefficients.rule) {
     case ElementRule::kMomentum:
-      kernels_.momentum(coefficients_, gradient_, state[0], new_state[0], u, n, &gradient,
-                        &direction);
+      kernels_.momentum(coefficients_, g, state[0], new_state[0], u, n, &gradient, &direction,
+                        state_streaming_);
       break;
     case ElementRule::kLion:
-      kernels_.lion(coefficients_, gradient_, state[0], new_state[0], u, n, &gradient, &direction);
+      kernels_.lion(coefficients_, g, state[0], new_state[0], u, n, &gradient, &direction,
+                    state_streaming_);
       break;
     case ElementRule::kAdam:
-      kernels_.adam(coefficients_, gradient_, state[0], state[1], new_state[0], new_state[1], u, n,
-                    &gradient, &direction);
+      kernels_.adam(coefficients_, g, state[0], state[1], new_state[0], new_state[1], u, n,
+                    &gradient, &direction, state_streaming_);
       break;
   }
   stats->gradient_sum_squares += gradient.sum_squares;
@@ -84,14 +88,28 @@ double ElementWorker::Run(int64_t begin, int64_t n, float* u, StepStats* stats) 
   return direction.sum_squares;
 }
 
-void DeliverSegment(const Delivery& delivery, int64_t offset, int64_t n, const float* o,
-                    StepStats* stats) {
+void ElementWorker::Deliver(int64_t begin, int64_t n, const float* u, double factor,
+                            StepStats* stats) const {
+  DeliverSegment(pass_.delivery, begin, n, u, factor, streaming_, stats);
+}
+
+void DeliverSegment(const Delivery& delivery, int64_t offset, int64_t n, const float* u,
+                    double factor, bool streaming, StepStats* stats) {
   const SegmentKernels& kernels = BestSegmentKernels();
-  alignas(64) float delta[kSegment];
+  alignas(64) float local_delta[kSegment];
+  const bool in_place = delivery.delta != nullptr && delivery.delta_dtype == DType::kFp32;
+  float* delta = in_place ? static_cast<float*>(delivery.delta) + offset : local_delta;
   SegmentSums applied = {};
-  kernels.deliver(delivery.step, o, delta, n, &applied);
+  const bool stream_delta = streaming && in_place && delivery.weights == nullptr;
+  if (factor == 1) {
+    kernels.deliver(delivery.step, u, delta, n, &applied, stream_delta);
+  } else {
+    kernels.deliver_scaled(factor, delivery.step, u, delta, n, &applied, stream_delta);
+  }
   stats->applied_sum_squares += delivery.scale * delivery.scale * applied.sum_squares;
-  if (delivery.delta != nullptr) {
+  if (in_place) {
+    stats->nonfinite_output += applied.nonfinite;
+  } else if (delivery.delta != nullptr) {
     stats->nonfinite_output += WriteAs(delivery.delta_dtype, delta, n, applied.nonfinite,
                                        Offset(delivery.delta, delivery.delta_dtype, offset));
   }
@@ -99,7 +117,8 @@ void DeliverSegment(const Delivery& delivery, int64_t offset, int64_t n, const f
   alignas(64) float local[kSegment];
   float* weights = delivery.new_weights == nullptr ? local : delivery.new_weights + offset;
   SegmentSums decayed = {};
-  kernels.decay(delivery.decay, delivery.weights + offset, delta, weights, n, &decayed);
+  kernels.decay(delivery.decay, delivery.weights + offset, delta, weights, n, &decayed,
+                streaming && delivery.new_weights != nullptr && delivery.payload == nullptr);
   int64_t nonfinite = decayed.nonfinite;
   if (delivery.payload != nullptr) {
     nonfinite = WriteAs(delivery.payload_dtype, weights, n, nonfinite,

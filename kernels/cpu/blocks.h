@@ -39,6 +39,10 @@ void ForIndices(ThreadPool* pool, int64_t count, int64_t elements, const Body& b
   }
 }
 
+// Outputs of passes over so many elements do not stay in the caches anyway: they are written past
+// them, which spares reading what is overwritten.
+constexpr int64_t kStreamedElements = 1 << 18;
+
 void AddStats(const StepStats& part, StepStats* total);
 
 // Calls body(block, stats) for every block, as ForIndices, each with figures of its own, and adds
@@ -57,14 +61,18 @@ void ForBlocks(ThreadPool* pool, int64_t blocks, int64_t elements, StepStats* st
 class ElementWorker {
  public:
   explicit ElementWorker(const ElementPass& pass);
+  ~ElementWorker() { kernels_.fence(); }
 
   // Elements [begin, begin + n) of the range of rows; n <= kSegment. u receives the direction, new
   // state goes where the pass says. Returns the sum of squares of u.
   double Run(int64_t begin, int64_t n, float* u, StepStats* stats);
+  // Delivers o = fp32(factor u).
+  void Deliver(int64_t begin, int64_t n, const float* u, double factor, StepStats* stats) const;
 
  private:
   const ElementPass& pass_;
   const int64_t first_element_;  // of the range, in the gradient
+  const bool streaming_, state_streaming_;
   const SegmentKernels& kernels_;
   Gatherer gatherer_;
   SegmentCoefficients coefficients_;
@@ -73,9 +81,9 @@ class ElementWorker {
   alignas(64) float unused_[kMaxStates][kSegment];
 };
 
-// Delivers n <= kSegment elements o, which lie at `offset` of the matrix.
-void DeliverSegment(const Delivery& delivery, int64_t offset, int64_t n, const float* o,
-                    StepStats* stats);
+// Delivers n <= kSegment elements o = fp32(factor u), which lie at `offset` of the matrix.
+void DeliverSegment(const Delivery& delivery, int64_t offset, int64_t n, const float* u,
+                    double factor, bool streaming, StepStats* stats);
 
 }  // namespace stiefel
 

@@ -4,11 +4,25 @@
 
 namespace stiefel {
 
+namespace {
+
+int64_t OffsetIn(const GradientPiece& piece, int64_t row, int64_t col) {
+  return (row - piece.rect.row_begin) * piece.rect.cols() + (col - piece.rect.col_begin);
+}
+
+}  // namespace
+
+const float* Gatherer::InPlace(const GradientPlan::Span& span, int64_t row, int64_t col) const {
+  if (span.terms.size() != 1 || plan_.inverse_scale() != 1) return nullptr;
+  const GradientPiece& piece = *span.terms[0].piece;
+  if (piece.dtype != DType::kFp32) return nullptr;
+  return static_cast<const float*>(piece.data) + OffsetIn(piece, row, col);
+}
+
 void Gatherer::Read(const GradientPlan::Term& term, int64_t row, int64_t col, int64_t n,
                     float* out) {
   const GradientPiece& piece = *term.piece;
-  const int64_t offset =
-      (row - piece.rect.row_begin) * piece.rect.cols() + (col - piece.rect.col_begin);
+  const int64_t offset = OffsetIn(piece, row, col);
   Convert(static_cast<const char*>(piece.data) + offset * DTypeSize(piece.dtype), piece.dtype, out,
           DType::kFp32, n);
 }
@@ -41,7 +55,8 @@ void Gatherer::GatherRun(const GradientPlan::Span& span, int64_t row, int64_t co
   if (plan_.inverse_scale() != 1) kernels_.scale(plan_.inverse_scale(), out, out, n);
 }
 
-void Gatherer::Gather(int64_t begin, int64_t n, float* out) {
+const float* Gatherer::Gather(int64_t begin, int64_t n, float* buffer) {
+  float* out = buffer;
   const std::vector<GradientPlan::Band>& bands = plan_.bands();
   const int64_t cols = plan_.cols();
   int64_t row = begin / cols, col = begin % cols;
@@ -52,22 +67,20 @@ void Gatherer::Gather(int64_t begin, int64_t n, float* out) {
   while (n > 0) {
     if (row >= bands[band_].row_end) ++band_;
     const GradientPlan::Band& band = bands[band_];
-    int64_t run;
-    if (band.spans.size() == 1) {
-      // One span as wide as the matrix: its pieces are contiguous over rows.
-      run = std::min(n, (band.row_end - row) * cols - col);
-      GatherRun(band.spans[0], row, col, run, out);
-    } else {
-      const auto right = [](int64_t c, const GradientPlan::Span& span) { return c < span.col_end; };
-      const auto span = std::upper_bound(band.spans.begin(), band.spans.end(), col, right);
-      run = std::min(n, span->col_end - col);
-      GatherRun(*span, row, col, run, out);
-    }
+    const auto right = [](int64_t c, const GradientPlan::Span& span) { return c < span.col_end; };
+    const auto span = std::upper_bound(band.spans.begin(), band.spans.end(), col, right);
+    // The pieces of a span as wide as the matrix are contiguous over rows.
+    const int64_t run = band.spans.size() == 1 ? std::min(n, (band.row_end - row) * cols - col)
+                                               : std::min(n, span->col_end - col);
+    const float* in_place = out == buffer && run == n ? InPlace(*span, row, col) : nullptr;
+    if (in_place != nullptr) return in_place;
+    GatherRun(*span, row, col, run, out);
     out += run;
     n -= run;
     row += (col + run) / cols;
     col = (col + run) % cols;
   }
+  return buffer;
 }
 
 }  // namespace stiefel

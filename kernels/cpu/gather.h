@@ -14,13 +14,16 @@ class Gatherer {
   Gatherer(const GradientPlan& plan, const SegmentKernels& kernels)
       : plan_(plan), kernels_(kernels) {}
 
-  // The n <= kSegment elements from `begin` on, divided by grad_scale.
-  void Gather(int64_t begin, int64_t n, float* out);
+  // The n <= kSegment elements from `begin` on, divided by grad_scale: in `buffer`, or where they
+  // lie already.
+  const float* Gather(int64_t begin, int64_t n, float* buffer);
 
  private:
   // `n` elements of `span` from (row, col) on; they may run over several rows where every piece is
   // as wide as the matrix.
   void GatherRun(const GradientPlan::Span& span, int64_t row, int64_t col, int64_t n, float* out);
+  // Where the run lies in memory as it has to be, or null.
+  const float* InPlace(const GradientPlan::Span& span, int64_t row, int64_t col) const;
   void Read(const GradientPlan::Term& term, int64_t row, int64_t col, int64_t n, float* out);
 
   const GradientPlan& plan_;

@@ -72,10 +72,6 @@ class UpdateTile {
         if (from != tile_[i]) std::memcpy(tile_[i], from, cols * sizeof(float));
       }
     }
-    if (pass_.row_factors == nullptr) return;
-    for (int64_t i = 0; i < rows; ++i) {
-      BestSegmentKernels().scale_wide(pass_.row_factors[row + i], tile_[i], tile_[i], cols);
-    }
   }
 
   const float* operator[](int64_t i) const { return tile_[i]; }
@@ -85,6 +81,10 @@ class UpdateTile {
   alignas(64) float tile_[kTileRows][kTileCols];
   alignas(64) float buffer_[kTileRows];
 };
+
+double FactorOf(const DeliverPass& pass, int64_t row) {
+  return pass.row_factors == nullptr ? 1 : pass.row_factors[row];
+}
 
 // Delivers tile by tile; index says where rows go.
 void DeliverTiles(ThreadPool* pool, const DeliverPass& pass, const int32_t* index) {
@@ -98,7 +98,8 @@ void DeliverTiles(ThreadPool* pool, const DeliverPass& pass, const int32_t* inde
                 tile.Read(row, rows, col, cols);
                 for (int64_t i = 0; i < rows; ++i) {
                   const int64_t to = index == nullptr ? row + i : index[row + i];
-                  DeliverSegment(pass.delivery, to * stride + col, cols, tile[i], stats);
+                  DeliverSegment(pass.delivery, to * stride + col, cols, tile[i],
+                                 FactorOf(pass, row + i), /*streaming=*/false, stats);
                 }
               }
             });
@@ -114,8 +115,8 @@ void DeliverOtherRows(ThreadPool* pool, const ScatterPass& pass) {
               for (int64_t row = block * kTileRows; row < end; ++row) {
                 if (pass.place[row] >= 0) continue;
                 ForSegments(0, cols, [&](int64_t i, int64_t n) {
-                  DeliverSegment(pass.deliver.delivery, row * pass.deliver.stride + i, n, kZeros,
-                                 stats);
+                  DeliverSegment(pass.deliver.delivery, row * pass.deliver.stride + i, n, kZeros, 1,
+                                 /*streaming=*/false, stats);
                 });
               }
             });
@@ -140,7 +141,7 @@ void ScatterColumns(ThreadPool* pool, const ScatterPass& pass) {
                   for (int64_t j = 0; j < selected; ++j)
                     wide[pass.index[from + j] - col] = tile[i][j];
                   DeliverSegment(deliver.delivery, (row + i) * deliver.stride + col, cols, wide,
-                                 stats);
+                                 FactorOf(deliver, row + i), /*streaming=*/false, stats);
                 }
                 from += selected;
               }
@@ -172,7 +173,7 @@ void CpuRun(ThreadPool* pool, const ElementPass& pass) {
                   begin, std::min(elements, begin + kBlockElements), [&](int64_t i, int64_t n) {
                     float* direction = pass.direction == nullptr ? local : pass.direction + i;
                     worker.Run(i, n, direction, stats);
-                    if (pass.deliver) DeliverSegment(pass.delivery, i, n, direction, stats);
+                    if (pass.deliver) worker.Deliver(i, n, direction, 1, stats);
                   });
             });
 }
@@ -217,10 +218,12 @@ void CpuRun(ThreadPool* pool, const DeliverPass& pass) {
             [&](int64_t block, StepStats* stats) {
               alignas(64) float buffer[kSegment];
               const int64_t begin = block * kBlockElements;
-              ForSegments(
-                  begin, std::min(elements, begin + kBlockElements), [&](int64_t i, int64_t n) {
-                    DeliverSegment(pass.delivery, i, n, ReadSegment(pass.x, i, n, buffer), stats);
-                  });
+              ForSegments(begin, std::min(elements, begin + kBlockElements),
+                          [&](int64_t i, int64_t n) {
+                            DeliverSegment(pass.delivery, i, n, ReadSegment(pass.x, i, n, buffer),
+                                           1, elements >= kStreamedElements, stats);
+                          });
+              BestSegmentKernels().fence();
             });
 }
 

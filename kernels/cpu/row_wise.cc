@@ -32,7 +32,6 @@ double RowFactor(const float* row, int64_t cols, double length) {
 void RunFused(ThreadPool* pool, const RowWisePass& pass) {
   const int64_t rows = pass.element.rows, cols = pass.element.gradient->cols();
   const int64_t block_rows = RowsOfBlock(cols);
-  const SegmentKernels& kernels = BestSegmentKernels();
   ForBlocks(pool, CeilDiv(rows, block_rows), rows * cols, pass.element.stats,
             [&](int64_t block, StepStats* stats) {
               auto* u = static_cast<float*>(ThreadScratch(ScratchUse::kRows, cols * sizeof(float)));
@@ -46,8 +45,7 @@ void RunFused(ThreadPool* pool, const RowWisePass& pass) {
                 });
                 const double factor = NormFactor(squares, pass.vectors.length);
                 ForSegments(0, cols, [&](int64_t i, int64_t n) {
-                  kernels.scale_wide(factor, u + i, u + i, n);
-                  DeliverSegment(pass.element.delivery, row * cols + i, n, u + i, stats);
+                  worker.Deliver(row * cols + i, n, u + i, factor, stats);
                 });
               }
             });

@@ -23,11 +23,12 @@ struct SegmentCoefficients {
 struct SegmentSums {
   double sum_squares;
   int64_t nonfinite;
-  float max_abs;  // of momentum's direction and of sums only
+  float max_abs;  // of what is summed; of no meaning for lion and adam
 };
 
 // In all: n >= 0 elements (at most kSegment where they are counted), no alignment needed, sums are
-// added to. An output may be the very input of the same type.
+// added to. An output may be the very input of the same type. `streaming`: new state, delta and
+// weights bypass the caches where they are aligned; what another thread is to read needs fence().
 struct SegmentKernels {
   const char* name;
   // out = c x
@@ -54,19 +55,25 @@ struct SegmentKernels {
   double (*dot_wide)(const float* x, const double* v, int64_t n);
   void (*add_scaled_wide)(double c, const float* x, double* sum, int64_t n);
   // delta = step o. sums: squares of o, non-finite elements of delta.
-  void (*deliver)(float step, const float* o, float* delta, int64_t n, SegmentSums* sums);
+  void (*deliver)(float step, const float* o, float* delta, int64_t n, SegmentSums* sums,
+                  bool streaming);
+  // The same with o = fp32(factor u), the product in fp64.
+  void (*deliver_scaled)(double factor, float step, const float* u, float* delta, int64_t n,
+                         SegmentSums* sums, bool streaming);
   // new_w = decay w + delta. sums: non-finite elements of new_w.
   void (*decay)(float decay, const float* w, const float* delta, float* new_w, int64_t n,
-                SegmentSums* sums);
+                SegmentSums* sums, bool streaming);
+  void (*fence)();
   // The element rules of kernels/backend.h. gradient: of g as it is. direction: squares of u, and
   // elements where u or new state is not finite.
   void (*momentum)(const SegmentCoefficients& c, const float* g, const float* m, float* new_m,
-                   float* u, int64_t n, SegmentSums* gradient, SegmentSums* direction);
+                   float* u, int64_t n, SegmentSums* gradient, SegmentSums* direction,
+                   bool streaming);
   void (*lion)(const SegmentCoefficients& c, const float* g, const float* m, float* new_m, float* u,
-               int64_t n, SegmentSums* gradient, SegmentSums* direction);
+               int64_t n, SegmentSums* gradient, SegmentSums* direction, bool streaming);
   void (*adam)(const SegmentCoefficients& c, const float* g, const float* m, const float* v,
                float* new_m, float* new_v, float* u, int64_t n, SegmentSums* gradient,
-               SegmentSums* direction);
+               SegmentSums* direction, bool streaming);
 };
 
 // The best set for this processor.

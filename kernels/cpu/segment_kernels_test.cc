@@ -1,6 +1,8 @@
 #include "kernels/cpu/segment_kernels.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
@@ -46,7 +48,7 @@ TEST_P(SegmentKernelsTest, AgreeWithPlainLoops) {
     SegmentSums gradient = {}, direction = {};
     double squares = 0, direction_squares = 0;
 
-    k.momentum(c, g, m, new_m.data(), u.data(), n, &gradient, &direction);
+    k.momentum(c, g, m, new_m.data(), u.data(), n, &gradient, &direction, false);
     for (int64_t i = 0; i < n; ++i) {
       const float clipped = Rounded(g[i] * c.clip);
       const float want_m = Rounded(m[i] * c.m_keep) + Rounded(clipped * c.m_gain);
@@ -60,7 +62,7 @@ TEST_P(SegmentKernelsTest, AgreeWithPlainLoops) {
     EXPECT_NEAR(direction.sum_squares, direction_squares, 1e-12 * direction_squares) << k.name;
     EXPECT_EQ(gradient.nonfinite + direction.nonfinite, 0);
 
-    k.lion(c, g, m, new_m.data(), u.data(), n, &gradient, &direction);
+    k.lion(c, g, m, new_m.data(), u.data(), n, &gradient, &direction, false);
     for (int64_t i = 0; i < n; ++i) {
       const float clipped = Rounded(g[i] * c.clip);
       const float mixed = Rounded(m[i] * c.u_momentum) + Rounded(clipped * c.u_gradient);
@@ -68,7 +70,8 @@ TEST_P(SegmentKernelsTest, AgreeWithPlainLoops) {
       ASSERT_EQ(new_m[i], Rounded(m[i] * c.m_keep) + Rounded(clipped * c.m_gain)) << k.name;
     }
 
-    k.adam(c, g, m, v.data(), new_m.data(), new_v.data(), u.data(), n, &gradient, &direction);
+    k.adam(c, g, m, v.data(), new_m.data(), new_v.data(), u.data(), n, &gradient, &direction,
+           false);
     for (int64_t i = 0; i < n; ++i) {
       const float clipped = Rounded(g[i] * c.clip);
       const float want_v =
@@ -79,11 +82,20 @@ TEST_P(SegmentKernelsTest, AgreeWithPlainLoops) {
     }
 
     SegmentSums applied = {}, decayed = {};
-    k.deliver(-0.3f, g, out.data(), n, &applied);
+    k.deliver(-0.3f, g, out.data(), n, &applied, false);
     for (int64_t i = 0; i < n; ++i) ASSERT_EQ(out[i], -0.3f * g[i]) << k.name;
     EXPECT_NEAR(applied.sum_squares, squares, 1e-12 * squares) << k.name;
-    k.decay(0.7f, m, g, out.data(), n, &decayed);
+    k.decay(0.7f, m, g, out.data(), n, &decayed, false);
     for (int64_t i = 0; i < n; ++i) ASSERT_EQ(out[i], Rounded(m[i] * 0.7f) + g[i]) << k.name;
+    SegmentSums scaled = {};
+    k.deliver_scaled(1e-3, -0.3f, g, out.data(), n, &scaled, false);
+    double scaled_squares = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const float o = static_cast<float>(1e-3 * g[i]);
+      ASSERT_EQ(out[i], Rounded(-0.3f * o)) << k.name;
+      scaled_squares += static_cast<double>(o) * o;
+    }
+    EXPECT_NEAR(scaled.sum_squares, scaled_squares, 1e-12 * scaled_squares) << k.name;
     k.scale_wide(1e60, g, out.data(), n);
     for (int64_t i = 0; i < n; ++i) ASSERT_EQ(out[i], static_cast<float>(1e60 * g[i])) << k.name;
 
@@ -100,10 +112,19 @@ TEST_P(SegmentKernelsTest, AgreeWithPlainLoops) {
     EXPECT_NEAR(k.dot_wide(g, wide.data(), n), dot, 1e-12 * (1 + squares)) << k.name;
     k.add_scaled_wide(2, g, wide.data(), n);
     k.add_squares(g, wide.data(), n);
+    k.add_abs(g, wide.data(), n);
+    double sum_abs = 0;
     for (int64_t i = 0; i < n; ++i) {
       const double x = g[i];
-      EXPECT_NEAR(wide[i], 0.5 + 2 * x + x * x, 1e-12) << k.name;
+      EXPECT_NEAR(wide[i], 0.5 + 2 * x + x * x + std::fabs(x), 1e-12) << k.name;
+      sum_abs += std::fabs(x);
     }
+    EXPECT_NEAR(k.sum_abs(g, n), sum_abs, 1e-12 * sum_abs) << k.name;
+    SegmentSums of_g = {};
+    k.sums(g, n, &of_g);
+    float largest = 0;
+    for (int64_t i = 0; i < n; ++i) largest = std::max(largest, std::fabs(g[i]));
+    EXPECT_EQ(of_g.max_abs, largest) << k.name;
   }
 }
 
@@ -121,19 +142,60 @@ TEST_P(SegmentKernelsTest, CountNonfiniteElementsWhereverTheyAre) {
     SegmentSums sums = {}, gradient = {}, direction = {}, delivered = {}, decayed = {};
     k.sums(x.data(), n, &sums);
     EXPECT_EQ(sums.nonfinite, 3) << k.name;
-    k.momentum(c, x.data(), zero.data(), out.data(), u.data(), n, &gradient, &direction);
+    k.momentum(c, x.data(), zero.data(), out.data(), u.data(), n, &gradient, &direction, false);
     EXPECT_EQ(gradient.nonfinite, 3) << k.name;
     EXPECT_EQ(direction.nonfinite, 3) << k.name;
+    // The new state alone: u takes nothing of it.
+    std::vector<float> finite(n, 1.0f);
+    direction = {};
+    k.momentum({1, 0.9f, 0.1f, 0, 1, 0, 0, 1, 1, 0}, finite.data(), x.data(), out.data(), u.data(),
+               n, &gradient, &direction, false);
+    EXPECT_EQ(direction.nonfinite, 3) << k.name;
     gradient = {};
-    k.lion(c, x.data(), zero.data(), out.data(), u.data(), n, &gradient, &direction);
+    k.lion(c, x.data(), zero.data(), out.data(), u.data(), n, &gradient, &direction, false);
     EXPECT_EQ(gradient.nonfinite, 3) << k.name << ": the sign of what is not finite may be finite";
-    k.deliver(1, x.data(), out.data(), n, &delivered);
+    k.deliver(1, x.data(), out.data(), n, &delivered, false);
     EXPECT_EQ(delivered.nonfinite, 3) << k.name;
-    k.decay(1, zero.data(), x.data(), out.data(), n, &decayed);
+    k.decay(1, zero.data(), x.data(), out.data(), n, &decayed, false);
     EXPECT_EQ(decayed.nonfinite, 3) << k.name;
     std::vector<uint16_t> half(n, 0x3C00);
     half[1] = 0x7C00;
     EXPECT_EQ(k.count_exponent16(half.data(), 0x7C00, n), 1) << k.name;
+  }
+}
+
+// Stores past the caches give the same bits, also where an output is not aligned.
+TEST_P(SegmentKernelsTest, StreamingChangesNothing) {
+  const int64_t n = GetParam();
+  const std::vector<float> g = Random(n, 1), m = Random(n, 2), v(n, 0.5f);
+  const SegmentCoefficients c = {0.5f, 0.9f, 0.1f, 0.8f, 0.2f, 0.99f, 0.01f, 1.5f, 2.5f, 1e-3f};
+  const SegmentKernelList list = RunnableSegmentKernels();
+  for (int s = 0; s < list.count; ++s) {
+    const SegmentKernels& k = *list.sets[s];
+    for (const int64_t shift : {0, 1}) {
+      alignas(64) float out[2][4][kSegment + 16];
+      SegmentSums sums[2][2] = {};
+      for (const bool streaming : {false, true}) {
+        float* const a = out[streaming][0] + shift;
+        float* const b = out[streaming][1] + shift;
+        float* const d = out[streaming][2] + shift;
+        float* const u = out[streaming][3];
+        SegmentSums* const of = sums[streaming];
+        k.momentum(c, g.data(), m.data(), a, u, n, &of[0], &of[1], streaming);
+        k.deliver_scaled(0.1, 0.3f, u, b, n, &of[1], streaming);
+        k.deliver(0.3f, u, d, n, &of[1], streaming);
+        k.decay(0.9f, m.data(), b, d, n, &of[1], streaming);
+        k.lion(c, g.data(), m.data(), d, u, n, &of[0], &of[1], streaming);
+        k.adam(c, g.data(), m.data(), v.data(), d, b, u, n, &of[0], &of[1], streaming);
+        k.fence();
+      }
+      for (int i = 0; i < 4; ++i) {
+        const int64_t from = i < 3 ? shift : 0;
+        EXPECT_EQ(std::memcmp(out[0][i] + from, out[1][i] + from, n * sizeof(float)), 0)
+            << k.name << " output " << i << " shift " << shift;
+      }
+      EXPECT_EQ(sums[0][1].sum_squares, sums[1][1].sum_squares) << k.name;
+    }
   }
 }
 
@@ -147,7 +209,7 @@ TEST(SegmentKernelsTest, AdamWithoutEpsGivesZeroForZero) {
   for (int s = 0; s < list.count; ++s) {
     float m[3], v[3], u[3];
     SegmentSums gradient = {}, direction = {};
-    list.sets[s]->adam(c, zero, zero, zero, m, v, u, 3, &gradient, &direction);
+    list.sets[s]->adam(c, zero, zero, zero, m, v, u, 3, &gradient, &direction, false);
     for (float x : u) EXPECT_EQ(x, 0) << list.sets[s]->name;
   }
 }
