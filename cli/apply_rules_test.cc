@@ -41,6 +41,24 @@ TEST(AssignRules, EachParameterHasItsOwn) {
   EXPECT_EQ(p[3].rule.preset, "lion");
 }
 
+TEST(AssignRules, ValuesMayHoldColonsAndCommas) {
+  RuleArguments arguments;
+  arguments.preset = "himuon";
+  arguments.set = {"tile=64,100:128", "b:tile=32,50:64"};
+  arguments.rules = {"c:himuon,tile=256,1000:512,lr=2"};
+  const auto parameters =
+      AssignRules({Series("a", {6, 4}), Series("b", {6, 4}), Series("c", {6, 4})}, arguments);
+  ASSERT_TRUE(parameters.ok()) << parameters.status();
+  const int64_t steps[] = {100, 50, 1000}, tiles[] = {128, 64, 512};
+  for (int i = 0; i < 3; ++i) {
+    const Rule& rule = (*parameters)[i].rule;
+    ASSERT_EQ(rule.tiles.size(), 2u);
+    EXPECT_EQ(rule.tiles[1].step, steps[i]);
+    EXPECT_EQ(rule.tiles[1].tile, tiles[i]);
+  }
+  EXPECT_EQ((*parameters)[2].rule.lr, 2);
+}
+
 TEST(AssignRules, ShapesBecomeMatricesByStatedAxes) {
   RuleArguments arguments;
   arguments.preset = "muon";

@@ -159,13 +159,18 @@ TEST(SafetensorsFormat, SizeBombsCostNoMoreThanTheirText) {
 }
 
 TEST(SafetensorsFormat, FindsAmongAMillionNames) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  const int count = 100000;
+#else
+  const int count = 1000000;
+#endif
   std::vector<TensorSpec> tensors;
-  for (int i = 0; i < 1000000; ++i) tensors.push_back({absl::StrCat("n", i), "U8", {1}});
+  for (int i = 0; i < count; ++i) tensors.push_back({absl::StrCat("n", i), "U8", {1}});
   const auto layout = LayOutSafetensors(tensors, {});
   ASSERT_TRUE(layout.ok()) << layout.status();
-  const auto index = SafetensorsIndex::Parse(JsonOf(*layout), 1000000);
+  const auto index = SafetensorsIndex::Parse(JsonOf(*layout), count);
   ASSERT_TRUE(index.ok()) << index.status();
-  for (int i : {0, 1, 17, 500000, 999999}) {
+  for (int i : {0, 1, 17, count / 2, count - 1}) {
     const TensorInfo* found = index->Find(absl::StrCat("n", i));
     ASSERT_NE(found, nullptr);
     EXPECT_EQ(found->begin, layout->begins[i]);
