@@ -38,10 +38,10 @@ class Store {
   const Backend& backend() const { return *backend_; }
 
   // Computes a step from a gradient of `value` everywhere, and finishes it.
-  void Compute(int64_t step, float value) {
+  void Compute(int64_t step, float value, const MatrixStore* partner = nullptr) {
     auto* gradient = reinterpret_cast<float*>(store_->PieceTarget(0, 0, 0));
     for (int64_t i = 0; i < spec_.elements(); ++i) gradient[i] = value;
-    auto job = store_->BeginJob({step, 0, 0}, attempt_, 1);
+    auto job = store_->BeginJob({step, 0, 0}, attempt_, 1, partner);
     ASSERT_TRUE(job.ok()) << job.status();
     auto workspace = *backend_->Allocate(store_->WorkspaceBytes());
     StepResult result;
@@ -53,6 +53,9 @@ class Store {
     if (auto absorb = store_->Commit(step)) {
       EXPECT_TRUE(RunAbsorbJob(*absorb, stream_.get()).ok());
     }
+  }
+  absl::StatusOr<MatrixJob> Begin(int64_t step, const MatrixStore* partner) {
+    return store_->BeginJob({step, 0, 0}, attempt_, 1, partner);
   }
   float Sent() { return store_->update()->buffer->floats()[0]; }
   uint64_t Hash() { return HashMatrix(store_->PinForHash()); }
@@ -98,6 +101,65 @@ TEST(MatrixStoreTest, NothingIsVisibleBeforeTheDecision) {
     store->Skip("absent has nothing to skip");
     EXPECT_EQ(store->figures().skips, 1);
   }
+}
+
+// Small state is staged beside the old one even where the rest is taken in after the decision.
+TEST(MatrixStoreTest, StagingChangesNoBitOfTheState) {
+  for (const std::string preset : {"dion3", "normuon", "samuon", "muonbp"}) {
+    MatrixSpec spec = Spec(6, 10, preset, DType::kFp32);
+    if (!spec.rule.tiles.empty()) {
+      ASSERT_TRUE(SetOption(spec.rule, "tile", "4").ok());
+    }
+    Store twice(spec, Staging::kDouble), lazy(spec, Staging::kLazy);
+    for (int64_t step = 1; step <= 6; ++step) {
+      const uint64_t before = lazy.Hash();
+      for (Store* store : {&twice, &lazy}) store->Compute(step, static_cast<float>(step));
+      EXPECT_EQ(lazy.Hash(), before) << preset;
+      if (step == 3) {
+        twice->Skip("why");
+        lazy->Discard();
+      } else {
+        twice.Commit(step);
+        lazy.Commit(step);
+      }
+      EXPECT_EQ(lazy.Hash() == before, step == 3) << preset;
+      EXPECT_EQ(lazy.Hash(), twice.Hash()) << preset;
+    }
+    // Step 6 is the refresh of phase 0, period 5.
+    EXPECT_EQ(lazy->figures().last_kind, "refresh");
+    twice.Compute(7, 1);
+    twice.Commit(7);
+    EXPECT_EQ(twice->figures().last_kind, preset == "muonbp" ? "tiled" : "refresh");
+  }
+}
+
+// A factor's job reads what the partner had before the step, however far the partner gets.
+TEST(MatrixStoreTest, APartnersMemoryStaysWhileAJobReadsIt) {
+  MatrixSpec specs[2] = {Spec(3, 8, "polora", DType::kFp32), Spec(6, 3, "polora", DType::kFp32)};
+  for (int f = 0; f < 2; ++f) {
+    specs[f].rule.pair = f == 0 ? "b" : "a";
+    specs[f].partner_shape.emplace(specs[1 - f].rows, specs[1 - f].cols);
+  }
+  Store a(specs[0], Staging::kLazy, true), b(specs[1], Staging::kLazy, true);
+  for (int64_t i = 0; i < 24; ++i) a->weights()->floats()[i] = static_cast<float>(i % 5);
+  for (int64_t i = 0; i < 18; ++i) b->weights()->floats()[i] = static_cast<float>(i % 7);
+  auto job = a.Begin(1, &*b);
+  ASSERT_TRUE(job.ok()) << job.status();
+  ASSERT_EQ(job->buffers.partner_state.size(), 2u);
+  const auto seen = [&] {
+    std::vector<float> values(job->buffers.partner_weights, job->buffers.partner_weights + 18);
+    values.insert(values.end(), job->buffers.partner_state[1], job->buffers.partner_state[1] + 6);
+    return values;
+  };
+  const std::vector<float> before = seen();
+  EXPECT_EQ(std::vector<float>(before.begin() + 18, before.end()), std::vector<float>(6, 0));
+  for (int64_t step = 1; step <= 4; ++step) {
+    b.Compute(step, static_cast<float>(step), &*a);
+    b.Commit(step);
+  }
+  EXPECT_EQ(seen(), before);
+  EXPECT_NE(std::vector<float>(b->weights()->floats(), b->weights()->floats() + 18),
+            std::vector<float>(before.begin(), before.begin() + 18));
 }
 
 TEST(MatrixStoreTest, PinnedBuffersAreLeftAloneAndUsedAgainLater) {

@@ -99,6 +99,57 @@ TEST(RunSpec, RefusesWhatIsWrongWithTheNumbersInTheMessage) {
   }
 }
 
+// Two servers; m0 is A (4 x 20), m1 is B (12 x 4), both on server 0.
+v1::OpenRunRequest OpenPair() {
+  RunShape shape;
+  shape.servers = 2;
+  shape.matrices = 3;
+  v1::OpenRunRequest request = OpenRequest(shape);
+  request.set_update_mode(v1::WEIGHTS);
+  const int64_t sizes[2][2] = {{4, 20}, {12, 4}};
+  for (int f = 0; f < 2; ++f) {
+    v1::Parameter* factor = request.mutable_parameters(f);
+    factor->clear_shape();
+    for (const int64_t size : sizes[f]) factor->add_shape(size);
+    factor->mutable_rule()->Clear();
+    factor->mutable_rule()->set_preset("polora");
+    factor->mutable_rule()->set_pair(f == 0 ? "m1" : "m0");
+    request.set_owners(f, 0);
+  }
+  return request;
+}
+
+TEST(RunSpec, PairsFindEachOther) {
+  const auto spec = RunSpec::Create(OpenPair());
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  EXPECT_EQ((*spec)->matrices()[0].partner, 1);
+  EXPECT_EQ((*spec)->matrices()[1].partner, 0);
+  EXPECT_EQ((*spec)->matrices()[2].partner, -1);
+  EXPECT_EQ((*spec)->matrices()[0].partner_shape, std::make_pair(int64_t{12}, int64_t{4}));
+}
+
+TEST(RunSpec, RefusesPairsThatCannotWork) {
+  const auto refused = [](const std::function<void(v1::OpenRunRequest*)>& change) {
+    v1::OpenRunRequest request = OpenPair();
+    change(&request);
+    const absl::Status status = RunSpec::Create(request).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    return std::string(status.message());
+  };
+  const auto has = [](const std::string& message, const std::vector<std::string>& parts) {
+    for (const std::string& part : parts)
+      EXPECT_NE(message.find(part), std::string::npos) << part << " is not in: " << message;
+  };
+  has(refused([](auto* r) { r->set_update_mode(v1::DELTA); }), {"m0", "WEIGHTS", "DELTA"});
+  has(refused([](auto* r) { r->set_owners(1, 1); }),
+      {"m0", "m1", "server 0", "server 1", OpenPair().servers(0), OpenPair().servers(1)});
+  has(refused([](auto* r) { r->mutable_parameters(1)->mutable_rule()->set_pair("m2"); }),
+      {"m0", "m1"});
+  has(refused([](auto* r) { r->mutable_parameters(0)->mutable_rule()->set_pair("m9"); }),
+      {"m0", "m9"});
+  has(refused([](auto* r) { r->mutable_parameters(1)->set_shape(1, 5); }), {"m0", "4", "5"});
+}
+
 TEST(RunSpec, BlocksAreCheckedAgainstTheirMatrix) {
   RunShape shape;
   const auto spec = *RunSpec::Create(OpenRequest(shape));

@@ -82,6 +82,16 @@ class DemoTest(unittest.TestCase):
             with self.subTest(preset=preset):
                 self.run_demo(f"--preset={preset}", f"--wire={wire}", f"--trainers={trainers}", "--layout=rows")
 
+    def test_options_of_the_rule(self):
+        for preset, options in (("dion3", ["select_fraction=0.5", "lr=0.02"]), ("muonbp", ["tile=96", "period=2"]),
+                                ("samuon_lite", ["gain=4", "warmup=3"])):
+            with self.subTest(preset=preset):
+                self.run_demo(f"--preset={preset}", *(f"--set={option}" for option in options))
+        done = subprocess.run(command("--preset=muon", "--set=gain=nan"), stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, timeout=120)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("gain", done.stdout)
+
     def test_unknown_preset_fails_and_says_so(self):
         done = subprocess.run(command("--preset=adamv"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               text=True, timeout=120)

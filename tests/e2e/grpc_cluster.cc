@@ -1,9 +1,9 @@
 #include "tests/e2e/grpc_cluster.h"
 
 #include <cstdlib>
-#include <future>
 #include <thread>
 
+#include "server/testing/state_hashes.h"
 #include "server/testing/test_server.h"
 
 namespace stiefel {
@@ -37,18 +37,7 @@ void GrpcCluster::Kill(int server) { servers_[server]->Kill(); }
 
 std::map<int32_t, uint64_t> GrpcCluster::StateHashes() const {
   std::map<int32_t, uint64_t> hashes;
-  for (const auto& server : servers_) {
-    v1::GetStatusRequest request;
-    request.set_state_hash(true);
-    std::promise<v1::ServerStatus> answer;
-    server->core().GetStatus(request, [&answer](v1::ServerStatus s) { answer.set_value(s); });
-    const v1::ServerStatus status = answer.get_future().get();
-    for (const v1::RunStatus& run : status.runs()) {
-      for (const v1::MatrixStatus& matrix : run.matrices()) {
-        if (matrix.has_state_hash()) hashes[matrix.index()] = matrix.state_hash();
-      }
-    }
-  }
+  for (const auto& server : servers_) testing::AddStateHashes(&server->core(), &hashes);
   return hashes;
 }
 

@@ -1,45 +1,30 @@
 // The golden sequences of docs/RULES.md section 7 through a real server.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 
 #include "gtest/gtest.h"
-#include "nlohmann/json.hpp"
 #include "tests/e2e/grpc_cluster.h"
+#include "tests/vectors/golden.h"
 
 namespace stiefel {
 namespace {
 
-using nlohmann::json;
-
-float GoldenGradient(int64_t s, int64_t i, int64_t j) {
-  return static_cast<float>((7 * i + 3 * j * j + 5 + 11 * s + s * i * j) % 13 - 6) / 4;
-}
-
 TEST(VectorsTest, GoldenSequencesThroughAServer) {
-  std::ifstream file("tests/vectors/rules.json");
-  ASSERT_TRUE(file.good());
-  const json vectors = json::parse(file);
-  int cases = 0;
+  std::vector<GoldenCase> golden = GoldenCases();
+  const int cases = static_cast<int>(golden.size());
+  ASSERT_EQ(cases, 26);
   std::vector<ParameterSpec> parameters;
-  std::vector<const json*> golden;
-  for (const json& sequence : vectors["cases"]) {
-    std::string preset = sequence["preset"];
-    const bool phase1 = preset == "periodic_rowwise_muon_phase1";
-    if (phase1) preset = "periodic_rowwise_muon";
-    absl::StatusOr<Rule> rule = PresetRule(preset);
-    if (!rule.ok()) continue;  // a preset of a later version
-    if (rule->period > 1) {
-      ASSERT_TRUE(SetOption(*rule, "phase", phase1 ? "1" : "0").ok());
+  for (GoldenCase& sequence : golden) {
+    if (sequence.rule.period > 1) {
+      ASSERT_TRUE(SetOption(sequence.rule, "phase", std::to_string(sequence.phase)).ok());
     }
     ParameterSpec parameter;
-    parameter.name = "case" + std::to_string(cases++);
-    parameter.shape = {sequence["rows"], sequence["cols"]};
-    parameter.rule = *std::move(rule);
+    parameter.name = "case" + std::to_string(parameters.size());
+    parameter.shape = {sequence.rows, sequence.cols};
+    parameter.rule = sequence.rule;
     parameters.push_back(std::move(parameter));
-    golden.push_back(&sequence);
   }
-  ASSERT_EQ(cases, 14);
   GrpcCluster cluster(1);
   auto trainer = Trainer::Connect(cluster.Options(0, 1), parameters);
   ASSERT_TRUE(trainer.ok()) << trainer.status();
@@ -48,12 +33,8 @@ TEST(VectorsTest, GoldenSequencesThroughAServer) {
     ASSERT_TRUE((*trainer)->Begin(step).ok());
     std::vector<std::vector<float>> gradients;
     for (const ParameterSpec& parameter : parameters) {
-      gradients.emplace_back();
-      for (int64_t i = 0; i < parameter.rows(); ++i) {
-        for (int64_t j = 0; j < parameter.cols(); ++j) {
-          gradients.back().push_back(GoldenGradient(step - 1, i, j));
-        }
-      }
+      const Dense g = GoldenGradient(step - 1, parameter.rows(), parameter.cols());
+      gradients.emplace_back(g.values.begin(), g.values.end());
     }
     for (int b = 0; b < cases; ++b) {
       ASSERT_TRUE((*trainer)
@@ -68,15 +49,13 @@ TEST(VectorsTest, GoldenSequencesThroughAServer) {
       const auto delta = (*trainer)->Delta(b);
       ASSERT_TRUE(delta.ok()) << delta.status();
       const float* got = static_cast<const float*>(delta->data);
+      const Dense& expected = golden[b].deltas[step - 1];
+      const double largest = MaxAbs(expected);
       double error = 0;
-      double largest = 0;
-      for (const json& row : (*golden[b])["deltas"][step - 1]) {
-        for (const json& value : row) {
-          error = std::max(error, std::abs(static_cast<double>(*got++) - value.get<double>()));
-          largest = std::max(largest, std::abs(value.get<double>()));
-        }
+      for (const double value : expected.values) {
+        error = std::max(error, std::abs(static_cast<double>(*got++) - value));
       }
-      EXPECT_LE(error, 2e-5 * largest) << parameters[b].rule.preset << " step " << step;
+      EXPECT_LE(error, 2e-5 * largest) << golden[b].name << " step " << step;
       worst = std::max(worst, error / largest);
     }
     ASSERT_TRUE((*trainer)->Done().ok());
