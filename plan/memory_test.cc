@@ -85,6 +85,16 @@ TEST(BytesOfMatrix, RefusesWhatOverflows) {
     ASSERT_EQ(bytes.status().code(), absl::StatusCode::kInvalidArgument);
     EXPECT_NE(bytes.status().message().find(std::to_string(rows)), absl::string_view::npos);
   }
+  for (const PresetInfo& preset : Presets()) {
+    const std::string name(preset.name);
+    const auto bytes = BytesOfMatrix(
+        Matrix(int64_t{1} << 29, int64_t{1} << 29, name.c_str(), DType::kFp32), 1, options);
+    EXPECT_EQ(bytes.status().code(), absl::StatusCode::kInvalidArgument) << name;
+  }
+  // 128 bytes for each of 2^57 tiles.
+  PlanMatrix tiny = Matrix(int64_t{1} << 28, int64_t{1} << 29, "himuon", DType::kFp32);
+  tiny.rule.tiles = {{1, 1}};
+  EXPECT_EQ(BytesOfMatrix(tiny, 1, options).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_FALSE(BytesOfMatrix(Matrix(4, 4, "adamw", DType::kFp32),
                              std::numeric_limits<int64_t>::max() / 2, options)
                    .ok());

@@ -9,7 +9,8 @@ namespace stiefel {
 namespace {
 
 constexpr int64_t kMaxPeriod = 1000000;
-constexpr int64_t kMaxCount = int64_t{1} << 40;  // heads, directions, steps of warm-up
+constexpr int64_t kMaxHeads = 1 << 16;           // each is a unit of work of its own
+constexpr int64_t kMaxCount = int64_t{1} << 40;  // directions, steps of warm-up
 
 // Families as a bit set.
 constexpr unsigned Bit(RuleFamily family) { return 1u << static_cast<unsigned>(family); }
@@ -110,7 +111,7 @@ void AddPartOptions(std::vector<Option>* table) {
       table->end(),
       {Row("splits", kSpectral, kNoPolar, SplitsOption()),
        Row("num_heads", kSpectral, kNoPolar,
-           Integer(&Rule::num_heads, 1, kMaxCount, "a number of heads")),
+           Integer(&Rule::num_heads, 1, kMaxHeads, "a number of heads")),
        Row("tile", kSpectral, kNoPolar, TileOption()),
        Row("select_fraction", kSpectral, kNoPolar, Number(&Rule::select_fraction, kFraction)),
        Row("damping", kSpectral, kNoPolar, Number(&Rule::damping, kFraction)),

@@ -40,7 +40,7 @@ struct ParameterShape {
 };
 
 // Most matrices of one parameter.
-inline constexpr int64_t kMaxStackedMatrices = 1000000;
+inline constexpr int64_t kMaxStackedMatrices = 1 << 16;
 
 // The matrices of a parameter, checked against the rule it is for, with ValidateRule of each.
 // Element-wise rules take any shape; without stack_dims they see shape[0] x the rest.

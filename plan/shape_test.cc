@@ -24,6 +24,7 @@ std::string Text(const absl::StatusOr<ParameterShape>& shape) {
   return text;
 }
 
+// CASES A12, A13, A15
 TEST(ShapeOfParameter, MatricesStacksAndConvolutions) {
   EXPECT_EQ(Text(Shape("muon", {4, 6})), "4 x 6: w 4x6@0");
   EXPECT_EQ(Text(Shape("muon", {4, 6}, 0)), "4 x 6: w 4x6@0");
@@ -33,6 +34,7 @@ TEST(ShapeOfParameter, MatricesStacksAndConvolutions) {
             "16 x 6: w[0,0] 4x6@0 w[0,1] 4x6@4 w[1,0] 4x6@8 w[1,1] 4x6@12");
   EXPECT_EQ(Text(Shape("muon", {8, 5, 3, 3}, 0)), "8 x 45: w 8x45@0");
   EXPECT_EQ(Text(Shape("muon", {2, 8, 5, 3, 3}, 1)), "16 x 45: w[0] 8x45@0 w[1] 8x45@8");
+  EXPECT_EQ(Text(Shape("muon", {64, 32, 3, 3}, 0)), "64 x 288: w 64x288@0");
   EXPECT_EQ(Text(Shape("muon", {8, 1}, 0)), "8 x 1: w 8x1@0");  // one input is not depthwise
 }
 
@@ -59,6 +61,7 @@ TEST(ShapeOfParameter, SplitsAndPairsCountTheRowsOfOneMatrix) {
   EXPECT_EQ(ShapeOfParameter("a", {4, 6}, {}, polora)->matrices[0].rule.pair, "b");
 }
 
+// CASES A16, A21, A28
 TEST(ShapeOfParameter, RefusesWithTheShapeAndTheWayOut) {
   const struct {
     const char* preset;
@@ -74,6 +77,8 @@ TEST(ShapeOfParameter, RefusesWithTheShapeAndTheWayOut) {
       {"polora", {8, 4, 6}, {}, "stack_dims=1 for a stack of 8 matrices of 4 rows"},
       {"muon", {8, 1, 3, 3}, 0, "depthwise"},
       {"muon", {2, 8, 1, 9}, 1, "each of its 8 rows"},
+      {"muon", {4, 1, 8192}, {}, "say which axes"},
+      {"muon", {4, 1, 8192}, 0, "depthwise"},
       {"muon", {4, 6}, 2, "stack_dims=2 is not from 0 to 1"},
       {"muon", {4, 6}, -1, "stack_dims=-1"},
       {"adamw", {4}, 1, "from 0 to 0"},
