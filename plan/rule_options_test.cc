@@ -184,7 +184,7 @@ TEST(Options, BadValuesAreRefusedAndChangeNothing) {
                                                                 {"splits", "5,-5"},
                                                                 {"splits", "5,"},
                                                                 {"num_heads", "0"},
-      {"num_heads", "65537"},
+                                                                {"num_heads", "65537"},
                                                                 {"tile", "0"},
                                                                 {"tile", "-4"},
                                                                 {"tile", "1048577"},
