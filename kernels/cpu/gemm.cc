@@ -210,9 +210,11 @@ absl::Status CpuResidual(ThreadPool* pool, const MatrixView& x, double* residual
   const int64_t stride = m <= 16 ? 1 : m / std::clamp<int64_t>(m / 16, 16, 32);
   const int64_t sampled = CeilDiv(m, stride);
   const int64_t tasks = CeilDiv(m, kResidualCols);
-  std::vector<double> sums(tasks, 0.0);
+  auto* sums = static_cast<double*>(
+      ThreadScratch(ScratchUse::kFigures, tasks * static_cast<int64_t>(sizeof(double))));
+  std::fill_n(sums, tasks, 0.0);
   FirstError error;
-  pool->ParallelFor(tasks, [&](int64_t task) {
+  const auto measure = [&](int64_t task) {
     UseOneOpenMpThread();
     const int64_t col = task * kResidualCols, cols = std::min(kResidualCols, m - col);
     auto* gram =
@@ -234,9 +236,10 @@ absl::Status CpuResidual(ThreadPool* pool, const MatrixView& x, double* residual
         sums[task] += entry * entry;
       }
     }
-  });
+  };
+  pool->ParallelFor(tasks, [&measure](int64_t task) { measure(task); });
   double total = 0;
-  for (double sum : sums) total += sum;
+  for (int64_t task = 0; task < tasks; ++task) total += sums[task];
   *residual = std::sqrt(total / static_cast<double>(sampled));
   return error.Take();
 }

@@ -81,6 +81,16 @@ class MatrixRule {
 
   virtual const std::vector<StateBuffer>& State() const = 0;  // RuleState of the plan
   // Bytes that Compute needs for any step, allocated by the caller and free for others afterwards.
+  // A few KiB and, times the matrix in fp32, with m its short side, n its long one and fp32
+  // products (the device's own kernels may take less):
+  //   element-wise rules   0
+  //   whole matrices       2 + 2 m/n in the standard form, 2 + 5 m/n in the Gram form; of their
+  //                        largest split where there are splits, of as many as are under way at
+  //                        once where splits are small
+  //   tiles of t x t       at most 2, or 1 + 4 t t / (m n) where that is more
+  //   selection of f       1 + f, and the squares of the vectors selected
+  //   row-wise steps       1 + 34 / rows, where that is more than the rule's refreshes take
+  //   shaping              0.4 + 0.4 m/n more, for the default number of directions
   virtual int64_t WorkspaceBytes() const = 0;
   // What a refresh really runs, for status: "newton-schulz gram fp32", "element-wise fp32".
   virtual const std::string& Method() const = 0;

@@ -27,6 +27,14 @@ Delivery DeliveryOf(const StepArgs& args, const StepBuffers& buffers) {
   return delivery;
 }
 
+double CostOf(const Rule& rule, int64_t rows, int64_t cols, StepKind kind) {
+  PlanMatrix matrix;
+  matrix.rows = rows;
+  matrix.cols = cols;
+  matrix.rule = rule;
+  return StepCost(matrix, kind).Units();
+}
+
 void FillResult(const StepStats& stats, const Measured& measured, double elements,
                 StepResult* result) {
   *result = StepResult();
@@ -51,16 +59,14 @@ RuleBase::RuleBase(const Rule& rule, int64_t rows, int64_t cols, std::string met
       rows_(rows),
       cols_(cols),
       method_(std::move(method)),
-      state_(RuleState(rule, rows, cols)) {}
+      state_(RuleState(rule, rows, cols)),
+      refresh_cost_(CostOf(rule, rows, cols, StepKind::kRefresh)),
+      off_refresh_cost_(CostOf(rule, rows, cols, StepKind::kOffRefresh)) {}
 
 int64_t RuleBase::WorkspaceBytes() const { return FigureBytes() + StepWorkspaceBytes(); }
 
 double RuleBase::CostUnits(StepKind kind) const {
-  PlanMatrix matrix;
-  matrix.rows = rows_;
-  matrix.cols = cols_;
-  matrix.rule = rule_;
-  return StepCost(matrix, kind).Units();
+  return kind == StepKind::kRefresh ? refresh_cost_ : off_refresh_cost_;
 }
 
 int RuleBase::StateIndex(std::string_view name) const {

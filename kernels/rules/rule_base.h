@@ -81,6 +81,7 @@ class RuleBase : public MatrixRule {
 
   const std::string method_;
   const std::vector<StateBuffer> state_;
+  const double refresh_cost_, off_refresh_cost_;
 };
 
 }  // namespace stiefel

@@ -25,6 +25,14 @@ std::vector<int64_t> TileSizes(const Rule& rule) {
   return sizes;
 }
 
+// Whether tiles are in force at every refresh, and whatever a step off refresh orthogonalises.
+bool RefreshesAreTiled(const Rule& rule, int64_t rows, int64_t cols) {
+  if (rule.tiles.empty() || rule.tiles[0].step > 1) return false;
+  return std::all_of(rule.tiles.begin(), rule.tiles.end(), [&](const TileFrom& from) {
+    return TileAtStep(rule, rows, cols, from.step, StepKind::kRefresh) > 0;
+  });
+}
+
 Rule WithRatio(Rule rule, double ratio) {
   rule.off_refresh_lr_ratio = ratio;
   return rule;
@@ -104,9 +112,12 @@ int64_t SpectralRule::OperandBytes() const {
 }
 
 int64_t SpectralRule::StepWorkspaceBytes() const {
-  int64_t rest = OperandBytes() + Aligned(unit_->WorkspaceBytes());
-  if (leading_directions_ >= 0) rest += Aligned(ShapingWorkspaceBytes(rule_, rows_, cols_));
-  if (rule_.period > 1 && rule_.off_refresh == OffRefresh::kRowWise) {
+  int64_t rest = 0;
+  if (!RefreshesAreTiled(rule_, rows_, cols_)) {
+    rest = OperandBytes() + Aligned(unit_->WorkspaceBytes());
+    if (leading_directions_ >= 0) rest += Aligned(ShapingWorkspaceBytes(rule_, rows_, cols_));
+  }
+  if (rule_.off_refresh == OffRefresh::kRowWise) {  // any rule can be told to
     const int64_t scratch = RowWiseScratch(unit_->rows(), unit_->cols());
     rest = std::max(rest, (scatters() ? OperandBytes() : 0) +
                               Aligned(scratch * static_cast<int64_t>(sizeof(double))));
