@@ -7,16 +7,32 @@ namespace stiefel {
 namespace {
 
 constexpr double kStateError = 2e-6;
+// POLAR_EXPRESS in the Gram form, restarted before iteration 2 alone: measured 5.1e-5 on 480 random
+// matrices, where the standard form has 7e-6.
+constexpr double kGramPolarExpressError = 1e-4;
+// The norm that row_spectral_max holds against its bound is a dozen rounds of power iteration.
+constexpr double kCapError = 0.1;
 
-// f' at x, f the composed scalar map.
-double Slope(const std::vector<Coefficients>& schedule, double x) {
-  double slope = 1;
-  for (const Coefficients& k : schedule) {
-    const double square = x * x;
-    slope *= k.a + square * (3 * k.b + 5 * square * k.c);
-    x *= k.a + square * (k.b + square * k.c);
+// How much a perturbation of an iterate can grow in what is left of the iterations: the largest
+// slope, over the singular values and between them, of the map from any iterate to the end.
+double Amplification(const std::vector<Coefficients>& schedule, double least, double largest) {
+  constexpr int kPoints = 200;
+  double amplification = 0;
+  for (int i = 0; i <= kPoints; ++i) {
+    double x = least + (largest - least) * i / kPoints;
+    std::vector<double> slopes;
+    for (const Coefficients& k : schedule) {
+      const double square = x * x;
+      slopes.push_back(k.a + square * (3 * k.b + 5 * square * k.c));
+      x *= k.a + square * (k.b + square * k.c);
+    }
+    double to_the_end = 1;
+    for (auto slope = slopes.rbegin(); slope != slopes.rend(); ++slope) {
+      to_the_end *= std::fabs(*slope);
+      amplification = std::max(amplification, to_the_end);
+    }
   }
-  return slope;
+  return amplification;
 }
 
 double PolarTolerance(const Rule& rule, const Dense& u) {
@@ -24,10 +40,12 @@ double PolarTolerance(const Rule& rule, const Dense& u) {
   const double norm = FrobeniusNorm(x);
   if (norm == 0) return kFp32Error;
   const std::vector<double> values = SingularValues(x);
-  double slope = 0;
-  for (double v : values) slope = std::max(slope, std::fabs(Slope(PolarCoefficients(rule), v)));
-  const double stated = values.back() / norm >= 0.01 ? kFp32Error : kIllConditionedError;
-  return std::max(stated, std::ldexp(slope, -22));
+  double stated = values.back() / norm >= 0.01 ? kFp32Error : kIllConditionedError;
+  if (rule.coefficients == CoefficientTable::kPolarExpress && rule.form != PolarForm::kStandard)
+    stated = std::max(stated, kGramPolarExpressError);
+  return std::max(
+      stated,
+      std::ldexp(Amplification(PolarCoefficients(rule), values.back(), values.front()), -23));
 }
 
 // 4 gain x 1e-6 sigma_1 / the least gap beside a shaped direction.
@@ -45,6 +63,12 @@ bool ComparesState(const StateBuffer& buffer) { return buffer.name != "leading_d
 std::vector<float> RandomWeights(int64_t rows, int64_t cols, uint64_t seed) {
   const Dense weights = RandomNormal(rows, cols, seed);
   return std::vector<float>(weights.values.begin(), weights.values.end());
+}
+
+double AbsoluteError(const std::vector<float>& a, const Dense& b) {
+  double largest = 0;
+  for (size_t i = 0; i < a.size(); ++i) largest = std::max(largest, std::fabs(a[i] - b.values[i]));
+  return AllFinite(a) ? largest : INFINITY;
 }
 
 void CompareFigures(const Outcome& got, const ReferenceStep& want, const Rule& rule,
@@ -65,6 +89,7 @@ void CompareFigures(const Outcome& got, const ReferenceStep& want, const Rule& r
 
 double Fp32Tolerance(const Rule& rule, const ReferenceStep& step, const StepArgs& args) {
   if (rule.family == RuleFamily::kPolora) return kIllConditionedError / std::sqrt(rule.delta);
+  if (step.units.empty() && rule.row_spectral_max > 0) return kCapError;
   double tolerance = kFp32Error;
   for (const ReferenceUnit& unit : step.units)
     tolerance = std::max(tolerance, PolarTolerance(rule, unit.u));
@@ -104,11 +129,12 @@ void CompareWithReference(Backend* backend, const Rule& rule, int64_t rows, int6
     const double tolerance = Fp32Tolerance(rule, want, args);
     // A sign that differs is a whole unit, and says nothing where the argument is a rounding of 0.
     if (rule.family != RuleFamily::kLion || step == 3) {
-      const double error =
-          step == 3
-              ? RelativeError(got.weights, ReferenceRule::Apply(
-                                               ToDense(*options.weights, rows, cols), want, args))
-              : RelativeError(got.delta, want.delta);
+      double error = RelativeError(got.delta, want.delta);
+      if (step == 3) {  // of weights of about 1
+        const Dense weights =
+            ReferenceRule::Apply(ToDense(*options.weights, rows, cols), want, args);
+        error = AbsoluteError(got.weights, weights) / std::max(MaxAbs(want.delta), 1.0);
+      }
       EXPECT_LE(error, tolerance) << where;
       agreement->Take(error / tolerance, where);
     }
@@ -117,8 +143,11 @@ void CompareWithReference(Backend* backend, const Rule& rule, int64_t rows, int6
     for (size_t i = 0; i < state.size(); ++i) {
       const StateBuffer& buffer = matrix.rule().State()[i];
       if (!ComparesState(buffer)) continue;
-      const double bound = buffer.elementwise ? kStateError : 2 * tolerance;
-      EXPECT_LE(RelativeError(got.state[i], state[i]), bound) << where << " " << buffer.name;
+      // Momentum may cancel: its terms are as large as the gradient.
+      const double scale =
+          buffer.elementwise ? std::max(MaxAbs(state[i]), MaxAbs(gradient)) : MaxAbs(state[i]);
+      const double bound = (buffer.elementwise ? kStateError : 2 * tolerance) * scale;
+      EXPECT_LE(AbsoluteError(got.state[i], state[i]), bound) << where << " " << buffer.name;
     }
     CompareFigures(got, want, rule, args, gradient, tolerance, where);
   }

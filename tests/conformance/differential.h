@@ -14,14 +14,14 @@ namespace stiefel {
 constexpr double kFp32Error = 2e-5;
 constexpr double kIllConditionedError = 3e-4;
 
-// The tolerance for this step: the worse of the two above that a unit of the polar map asks for, or
-// what the rounding of X0 alone comes to where the scalar map is steep (raw POLAR_EXPRESS at 1: f'
-// = 68000). To it come, for
-//   spectral shaping: the turn of singular pairs that are found to a residual of 1e-6 of the
-//   largest
-//     singular value, over the gaps between them (Davis and Kahan), times gain and 4 (two vectors,
-//     and entries against the largest entry);
-//   polora: the factors C^-1/2 and Q^-1/2, each of condition delta^-1/2.
+// The tolerance for this step, of the largest entry. The worst that a unit of the polar map asks
+// for: one of the two above, or what rounding comes to where the iterations are steep (raw
+// POLAR_EXPRESS at 1: f' = 68000). To it come, for
+//   spectral shaping: the turn of singular pairs that are found to a residual of 1e-6, over the
+//     gaps between them (Davis and Kahan), times gain and 4 (two vectors, and entries against the
+//     largest entry);
+//   polora: the factors C^-1/2 and Q^-1/2, each of condition delta^-1/2;
+//   row_spectral_max: the error of the norm that it caps.
 double Fp32Tolerance(const Rule& rule, const ReferenceStep& step, const StepArgs& args);
 
 // What a comparison found: the largest error over its tolerance.
