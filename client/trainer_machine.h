@@ -174,6 +174,7 @@ class TrainerMachine {
     return received_[block].absent || received_[block].placed >= pull_[block].elements;
   }
   bool DeliveredFor(int32_t block, const v1::Decided& decided) const;
+  bool AllDeliveredFor(const v1::Decided& decided) const;
   const v1::Decided* DecidedAt(int64_t step) const;
   std::optional<StepEnd> FreshEnd() const;
   bool FreshDelivered(int32_t block) const;
@@ -197,6 +198,9 @@ class TrainerMachine {
   std::map<int64_t, v1::Decided>
       decided_;                         // commit or skip, by step; only of steps not yet applied
   std::optional<v1::Decided> dropped_;  // the last drop of the target step
+  // How many pull blocks, from the first, were found delivered for this decision; not state.
+  mutable Version scanned_;
+  mutable int32_t delivered_ = 0;
   absl::Status fatal_;
   absl::Status step_error_;
   std::string awaiting_;
