@@ -17,10 +17,10 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "common/dtype.h"
 #include "kernels/gradient.h"
 #include "plan/coefficients.h"
@@ -269,11 +269,11 @@ struct AolPass {
 // the place of X, normalise.x, which has to be bf16.
 struct PolarPass {
   NormalisePass normalise;
-  std::vector<Coefficients> coefficients;
+  absl::Span<const Coefficients> coefficients;  // used during the call only
   bool gram = false;
-  std::vector<int64_t> restarts;  // of the Gram form, ascending
-  bool aol = false;               // X is preconditioned, as AolPass does
-  void* workspace = nullptr;      // DeviceInfo::fused_polar_bytes
+  absl::Span<const int64_t> restarts;  // of the Gram form, ascending; likewise
+  bool aol = false;                    // X is preconditioned, as AolPass does
+  void* workspace = nullptr;           // DeviceInfo::fused_polar_bytes
 };
 
 // Singular pairs and small eigen-decompositions: see kernels/spectral_passes.h.

@@ -1,10 +1,12 @@
 #include "kernels/cpu/gemm.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
 #include <vector>
 
+#include "common/dtype.h"
 #include "gtest/gtest.h"
 #include "kernels/cpu/bf16_matmul.h"
 
@@ -69,7 +71,7 @@ TEST(CpuGemmTest, ProductsOfEveryKindAgreeWithPlainLoops) {
 }
 
 TEST(CpuGemmTest, SymmetricProductsAreSymmetricToTheBitAndTheSameOnAnyThreads) {
-  for (int64_t m : {5, 192, 193, 450}) {
+  for (int64_t m : {5, 128, 129, 192, 193, 450}) {
     std::vector<float> x = Random(m * 77, 4), one(m * m), three(m * m);
     GemmArgs args;
     args.a = args.b = View(&x, m, 77);
@@ -84,6 +86,44 @@ TEST(CpuGemmTest, SymmetricProductsAreSymmetricToTheBitAndTheSameOnAnyThreads) {
     for (int64_t i = 0; i < m; ++i) {
       for (int64_t j = 0; j < i; ++j) ASSERT_EQ(one[i * m + j], one[j * m + i]);
       EXPECT_NEAR(one[i * m + m - 1], Wanted(args, 0, i, m - 1), 1e-4);
+    }
+  }
+}
+
+TEST(CpuGemmTest, Bf16OperandsGiveTheRoundedProduct) {
+  if (!CpuHasBf16()) GTEST_SKIP() << "no bf16 on this processor";
+  ThreadPool pool(2);
+  const int64_t m = 150, k = 40;
+  std::vector<float> exact = Random(m * k, 5), d = Random(m * m, 6);
+  std::vector<uint16_t> x(m * k), symmetric(m * m), c(m * m);
+  for (int64_t i = 0; i < m * k; ++i) {
+    x[i] = FloatToBf16(exact[i]);
+    exact[i] = Bf16ToFloat(x[i]);
+  }
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = 0; j < m; ++j) {
+      symmetric[i * m + j] = FloatToBf16(d[std::max(i, j) * m + std::min(i, j)]);
+      d[i * m + j] = Bf16ToFloat(symmetric[i * m + j]);
+    }
+  }
+  for (bool half : {false, true}) {
+    GemmArgs args;
+    args.a = args.b = {x.data(), DType::kBf16, m, k, 1};
+    args.c = {c.data(), DType::kBf16, m, m, 1};
+    args.d = {symmetric.data(), DType::kBf16, m, m, 1};
+    args.transpose_b = true;
+    args.symmetric = half;
+    args.alpha = 2;
+    args.beta = -1.5f;
+    ASSERT_TRUE(CpuGemm(&pool, args).ok());
+    GemmArgs wanted = args;
+    wanted.a = wanted.b = View(&exact, m, k);
+    wanted.d = View(&d, m, m);
+    for (int64_t i = 0; i < m; ++i) {
+      for (int64_t j = 0; j < m; ++j) {
+        const double want = Wanted(wanted, 0, i, j);
+        ASSERT_NEAR(Bf16ToFloat(c[i * m + j]), want, 0x1p-8 * std::fabs(want) + 1e-4);
+      }
     }
   }
 }

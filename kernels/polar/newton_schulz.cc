@@ -16,27 +16,8 @@ namespace {
 constexpr int64_t kMinBf16ShortSide = 64;
 constexpr int kStandardSquares = 2, kGramSquares = 5;
 
-// Units up to this size keep one thread busy with little to share: many of them are shared out
-// whole, and so are larger ones, up to what a second-level cache holds, where there are many.
-constexpr int64_t kInlineElements = 256 * 256;
-constexpr int64_t kInlineElementsOfMany = 512 * 512;
-constexpr int64_t kMany = 16;
-
-bool RunsInline(const PolarPlan& plan, int64_t batch) {
-  const int64_t elements = plan.m * plan.n;
-  return batch > 1 &&
-         (elements <= kInlineElements || (batch >= kMany && elements <= kInlineElementsOfMany));
-}
-
 int64_t SquareBytes(const PolarPlan& plan, int64_t batch) {
   return (batch * plan.m * plan.m * DTypeSize(plan.compute) + 63) / 64 * 64;
-}
-
-MatrixView UnitOf(const MatrixView& all, int64_t i) {
-  MatrixView unit = all;
-  unit.data = static_cast<char*>(all.data) + i * all.rows * all.cols * DTypeSize(all.dtype);
-  unit.batch = 1;
-  return unit;
 }
 
 GemmArgs Product(const MatrixView& a, const MatrixView& b, const MatrixView& c, bool symmetric) {
@@ -128,12 +109,6 @@ MatrixView Gram(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixView 
   return spare;
 }
 
-MatrixView EnqueueProducts(Stream* stream, const PolarPlan& plan, const MatrixView& x,
-                           const MatrixView& spare, const MatrixView* squares) {
-  return plan.gram() ? Gram(stream, plan, x, spare, squares)
-                     : Standard(stream, plan, x, spare, squares);
-}
-
 absl::StatusOr<DType> ComputeOf(const Rule& rule, int64_t short_side, const DeviceInfo& device) {
   const auto lacks = [&device](const char* type) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -202,17 +177,8 @@ MatrixView EnqueuePolar(Stream* stream, const PolarPlan& plan, MatrixView x, Mat
     squares[i] = {static_cast<char*>(workspace) + i * SquareBytes(plan, x.batch), plan.compute,
                   plan.m, plan.m, x.batch};
   }
-  if (!RunsInline(plan, x.batch)) return EnqueueProducts(stream, plan, x, spare, squares);
-  bool in_spare = false;  // the same for all units
-  stream->ForEach(x.batch, [&](int64_t i, Stream* sub) {
-    MatrixView unit[kGramSquares];
-    for (int k = 0; k < kGramSquares; ++k) {
-      if (squares[k].data != nullptr) unit[k] = UnitOf(squares[k], i);
-    }
-    const MatrixView result = EnqueueProducts(sub, plan, UnitOf(x, i), UnitOf(spare, i), unit);
-    if (i == 0) in_spare = result.data == spare.data;
-  });
-  return in_spare ? spare : x;
+  return plan.gram() ? Gram(stream, plan, x, spare, squares)
+                     : Standard(stream, plan, x, spare, squares);
 }
 
 std::string DescribePolar(const PolarPlan& plan) {

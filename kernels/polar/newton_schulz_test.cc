@@ -124,7 +124,6 @@ double LargestDifference(const Dense& a, const Dense& b) {
   return MaxAbs(Combine(1, a, -1, b)) / MaxAbs(b);
 }
 
-// A batch is computed unit by unit where units are small, and product by product where not.
 TEST_F(PolarTest, ABatchGivesEachUnitTheBitsThatItGetsAlone) {
   for (const char* normalise : {"frobenius", "aol"}) {
     for (const char* form : {"standard", "gram"}) {

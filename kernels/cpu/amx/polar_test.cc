@@ -65,7 +65,8 @@ Bf16s Polar(const TileKernels& kernels, int threads, const Form& form, const Den
   pass.normalise.transpose = u.rows > u.cols;
   const int64_t m = std::min(u.rows, u.cols), n = std::max(u.rows, u.cols);
   pass.normalise.x = {out.data(), DType::kBf16, m, n, 1};
-  pass.coefficients = KellerJordan(form.steps);
+  const std::vector<Coefficients> coefficients = KellerJordan(form.steps);
+  pass.coefficients = coefficients;
   pass.gram = form.gram;
   pass.restarts = form.restarts;
   pass.aol = form.aol;
