@@ -6,6 +6,15 @@ namespace stiefel {
 
 namespace {
 
+constexpr int64_t kCacheLine = 64;
+
+// The bytes after those from `data` on, which are most likely read next. Addresses beyond the piece
+// do no harm.
+void FetchAhead(const void* data, int64_t bytes) {
+  for (int64_t i = bytes; i < 2 * bytes; i += kCacheLine)
+    __builtin_prefetch(static_cast<const char*>(data) + i);
+}
+
 int64_t OffsetIn(const GradientPiece& piece, int64_t row, int64_t col) {
   return (row - piece.rect.row_begin) * piece.rect.cols() + (col - piece.rect.col_begin);
 }
@@ -23,8 +32,9 @@ void Gatherer::Read(const GradientPlan::Term& term, int64_t row, int64_t col, in
                     float* out) {
   const GradientPiece& piece = *term.piece;
   const int64_t offset = OffsetIn(piece, row, col);
-  Convert(static_cast<const char*>(piece.data) + offset * DTypeSize(piece.dtype), piece.dtype, out,
-          DType::kFp32, n);
+  const char* data = static_cast<const char*>(piece.data) + offset * DTypeSize(piece.dtype);
+  FetchAhead(data, n * DTypeSize(piece.dtype));
+  Convert(data, piece.dtype, out, DType::kFp32, n);
 }
 
 void Gatherer::GatherRun(const GradientPlan::Span& span, int64_t row, int64_t col, int64_t n,
@@ -73,7 +83,10 @@ const float* Gatherer::Gather(int64_t begin, int64_t n, float* buffer) {
     const int64_t run = band.spans.size() == 1 ? std::min(n, (band.row_end - row) * cols - col)
                                                : std::min(n, span->col_end - col);
     const float* in_place = out == buffer && run == n ? InPlace(*span, row, col) : nullptr;
-    if (in_place != nullptr) return in_place;
+    if (in_place != nullptr) {
+      FetchAhead(in_place, n * static_cast<int64_t>(sizeof(float)));
+      return in_place;
+    }
     GatherRun(*span, row, col, run, out);
     out += run;
     n -= run;
