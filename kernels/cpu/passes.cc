@@ -88,8 +88,8 @@ double FactorOf(const DeliverPass& pass, int64_t row) {
 
 // Delivers tile by tile; index says where rows go.
 void DeliverTiles(ThreadPool* pool, const DeliverPass& pass, const int32_t* index) {
-  const int64_t stride = pass.stride;
-  ForBlocks(pool, CeilDiv(pass.rows, kTileRows), pass.rows * pass.cols, pass.stats,
+  const int64_t stride = pass.stride, elements = pass.rows * pass.cols;
+  ForBlocks(pool, CeilDiv(pass.rows, kTileRows), elements, pass.stats,
             [&](int64_t block, StepStats* stats) {
               UpdateTile tile(pass);
               const int64_t row = block * kTileRows, rows = std::min(kTileRows, pass.rows - row);
@@ -99,16 +99,17 @@ void DeliverTiles(ThreadPool* pool, const DeliverPass& pass, const int32_t* inde
                 for (int64_t i = 0; i < rows; ++i) {
                   const int64_t to = index == nullptr ? row + i : index[row + i];
                   DeliverSegment(pass.delivery, to * stride + col, cols, tile[i],
-                                 FactorOf(pass, row + i), /*streaming=*/false, stats);
+                                 FactorOf(pass, row + i), elements >= kStreamedElements, stats);
                 }
               }
+              BestSegmentKernels().fence();
             });
 }
 
 // Rows whose update is 0.
 void DeliverOtherRows(ThreadPool* pool, const ScatterPass& pass) {
-  const int64_t cols = pass.deliver.cols;
-  ForBlocks(pool, CeilDiv(pass.vectors, kTileRows), pass.vectors * cols, pass.deliver.stats,
+  const int64_t cols = pass.deliver.cols, elements = pass.vectors * cols;
+  ForBlocks(pool, CeilDiv(pass.vectors, kTileRows), elements, pass.deliver.stats,
             [&](int64_t block, StepStats* stats) {
               alignas(64) constexpr float kZeros[kSegment] = {};
               const int64_t end = std::min(pass.vectors, (block + 1) * kTileRows);
@@ -116,9 +117,10 @@ void DeliverOtherRows(ThreadPool* pool, const ScatterPass& pass) {
                 if (pass.place[row] >= 0) continue;
                 ForSegments(0, cols, [&](int64_t i, int64_t n) {
                   DeliverSegment(pass.deliver.delivery, row * pass.deliver.stride + i, n, kZeros, 1,
-                                 /*streaming=*/false, stats);
+                                 elements >= kStreamedElements, stats);
                 });
               }
+              BestSegmentKernels().fence();
             });
 }
 

@@ -84,6 +84,13 @@ std::string SpectralRule::Explain() const {
   }
   absl::StrAppend(&text, ExplainPolar(unit_->plan()), "\n");
   for (const TiledPolar& tiles : tiles_) absl::StrAppend(&text, tiles.Explain());
+  if (rule_.period > 1) {
+    absl::StrAppend(&text, "one step in ", rule_.period, " refreshes; the others ",
+                    rule_.off_refresh == OffRefresh::kTiled ? "orthogonalise tiles"
+                    : ByColumns()                           ? "normalise columns"
+                                                            : "normalise rows, in one pass",
+                    "\n");
+  }
   return text;
 }
 
