@@ -119,6 +119,7 @@ TYPED_TEST(RulesTest, EveryFormAgreesWithTheReference) {
                                              {"nesterov", "false"},
                                              {"scale", "none"},
                                              {"lr", "1"},
+                                             {"compute", "fp32"},
                                              {"coefficients", coefficients}});
         const Dense truth = Scaled(-1, ReferencePolar(plain, u));
         for (const char* form : {"standard", "gram", "auto"}) {
