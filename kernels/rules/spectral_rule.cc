@@ -82,7 +82,8 @@ std::string SpectralRule::Explain() const {
     absl::StrAppend(&text, unit_->rows(), " x ", unit_->cols(), " selected of ", rows_, " x ",
                     cols_, "\n");
   }
-  absl::StrAppend(&text, ExplainPolar(unit_->plan()), "\n");
+  if (!RefreshesAreTiled(rule_, rows_, cols_))
+    absl::StrAppend(&text, ExplainPolar(unit_->plan()), "\n");
   for (const TiledPolar& tiles : tiles_) absl::StrAppend(&text, tiles.Explain());
   if (rule_.period > 1) {
     absl::StrAppend(&text, "one step in ", rule_.period, " refreshes; the others ",
