@@ -156,7 +156,9 @@ std::vector<int64_t> GramRestarts(const Rule& rule, bool low_precision) {
   if (rule.restarts.has_value()) return *rule.restarts;
   const int64_t steps = static_cast<int64_t>(PolarCoefficients(rule).size());
   std::vector<int64_t> restarts;
-  for (int64_t t : low_precision ? std::vector<int64_t>{2, 4} : std::vector<int64_t>{2}) {
+  const bool steep = rule.coefficients == CoefficientTable::kPolarExpress;
+  for (int64_t t :
+       low_precision ? std::vector<int64_t>{2, 4} : std::vector<int64_t>{steep ? 3 : 2}) {
     if (t < steps) restarts.push_back(t);
   }
   return restarts;
