@@ -62,6 +62,7 @@ AtomicFile::AtomicFile(std::string path, std::string temporary, int file, Existi
 absl::StatusOr<std::unique_ptr<AtomicFile>> AtomicFile::Create(const std::string& path,
                                                                ExistingFile existing) {
   static std::atomic<int64_t> number{0};
+  if (path.empty()) return absl::InvalidArgumentError("the path of the file to write is empty");
   struct stat info;
   const bool exists = stat(path.c_str(), &info) == 0;
   if (exists && existing == ExistingFile::kRefuse) return Exists(path);

@@ -20,7 +20,8 @@ class AtomicFile {
  public:
   // The file is there at once, so that a folder that cannot be written shows before the work and
   // not after it. ALREADY_EXISTS with kRefuse where the path exists; NOT_FOUND (no such folder),
-  // PERMISSION_DENIED and the like, with the path.
+  // PERMISSION_DENIED and the like, with the path; INVALID_ARGUMENT where the path is empty, or
+  // something else than a file is there.
   static absl::StatusOr<std::unique_ptr<AtomicFile>> Create(const std::string& path,
                                                             ExistingFile existing);
   // Removes the temporary unless it was published.

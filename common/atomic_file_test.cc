@@ -51,6 +51,13 @@ TEST_F(AtomicFileTest, AppearsWholeWhenPublished) {
   EXPECT_EQ(FilesInFolder(), 1);
 }
 
+TEST_F(AtomicFileTest, AnEmptyPathIsRefusedBeforeTheWork) {
+  for (const ExistingFile existing : {ExistingFile::kRefuse, ExistingFile::kReplace}) {
+    EXPECT_EQ(AtomicFile::Create("", existing).status(),
+              absl::InvalidArgumentError("the path of the file to write is empty"));
+  }
+}
+
 TEST_F(AtomicFileTest, LeavesNothingBehindUnlessPublished) {
   {
     auto file = AtomicFile::Create(Path("a"), ExistingFile::kRefuse);
