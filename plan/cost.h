@@ -11,7 +11,8 @@
 // what is orthogonalised at once (matrix, split, selected rows, tile), n the long one, alpha = n /
 // m; a multiply-add counts as two operations.
 //
-// Newton-Schulz, by RULES.md section 2, with T iterations and r restarts of the Gram form, in m^3:
+// Newton-Schulz, by docs/mathematics.md section 2, with T iterations and r restarts of the Gram
+// form, in m^3:
 //   form      general products                         symmetric products (half of X X^T and of
 //                                                      m x m products)
 //   standard  T (4 alpha + 2)                          T (3 alpha + 1)

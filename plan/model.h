@@ -25,10 +25,10 @@
 // "name" and every key but "parameters" and, in a parameter, "name" and "shape" may be left out. A
 // parameter takes from "default" what it does not say itself, but "set" only together with the
 // preset: a parameter that names a preset starts from that preset. "set" holds the rule options of
-// RULES.md section 8; its values are strings, numbers or booleans. Without any default the preset
-// is muon, dtypes fp32 (pull_dtype: that of push) and the group 0. Shapes and "stack_dims" are
-// those of plan/shape.h: a stack is expanded to its matrices, "experts.w1[0]" and so on. The
-// factors of a polora pair name each other in "set": {"pair": "other name"}.
+// docs/mathematics.md section 8; its values are strings, numbers or booleans. Without any default
+// the preset is muon, dtypes fp32 (pull_dtype: that of push) and the group 0. Shapes and
+// "stack_dims" are those of plan/shape.h: a stack is expanded to its matrices, "experts.w1[0]" and
+// so on. The factors of a polora pair name each other in "set": {"pair": "other name"}.
 
 namespace stiefel {
 

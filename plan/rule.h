@@ -4,7 +4,7 @@
 // with the shape it is meant for, by ValidateRule(). Option names are the same in the protocol
 // (proto field names), on command lines (--set key=value) and in Python (keyword arguments). What
 // each option means is stated in proto/stiefel/v1/rule.proto; the mathematics is that of
-// docs/RULES.md (section numbers below).
+// docs/mathematics.md (section numbers below).
 //
 // Everything here is pure and thread-safe: functions of their arguments and of constant tables.
 #ifndef STIEFEL_PLAN_RULE_H_

@@ -22,6 +22,9 @@ absl::StatusOr<MemoryTally> Tally(const RunSpec& spec, const std::map<int32_t, i
     const MatrixSpec& matrix = spec.matrices()[index];
     PlanMatrix plan{matrix.name, matrix.rows,       matrix.cols,
                     matrix.rule, matrix.push_dtype, matrix.pull_dtype};
+    if (matrix.partner_shape)
+      plan.partner_elements =
+          SaturatingMul(matrix.partner_shape->first, matrix.partner_shape->second);
     const auto elements = pushed.find(index);
     STIEFEL_ASSIGN_OR_RETURN(
         const MatrixBytes bytes,

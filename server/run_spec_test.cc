@@ -11,6 +11,7 @@ namespace stiefel {
 namespace {
 
 using testing::JoinRequest;
+using testing::OpenPair;
 using testing::OpenRequest;
 using testing::RunShape;
 
@@ -97,26 +98,6 @@ TEST(RunSpec, RefusesWhatIsWrongWithTheNumbersInTheMessage) {
     EXPECT_NE(spec.status().message().find(bad.message), std::string::npos)
         << bad.what << ": " << spec.status();
   }
-}
-
-// Two servers; m0 is A (4 x 20), m1 is B (12 x 4), both on server 0.
-v1::OpenRunRequest OpenPair() {
-  RunShape shape;
-  shape.servers = 2;
-  shape.matrices = 3;
-  v1::OpenRunRequest request = OpenRequest(shape);
-  request.set_update_mode(v1::WEIGHTS);
-  const int64_t sizes[2][2] = {{4, 20}, {12, 4}};
-  for (int f = 0; f < 2; ++f) {
-    v1::Parameter* factor = request.mutable_parameters(f);
-    factor->clear_shape();
-    for (const int64_t size : sizes[f]) factor->add_shape(size);
-    factor->mutable_rule()->Clear();
-    factor->mutable_rule()->set_preset("polora");
-    factor->mutable_rule()->set_pair(f == 0 ? "m1" : "m0");
-    request.set_owners(f, 0);
-  }
-  return request;
 }
 
 TEST(RunSpec, PairsFindEachOther) {

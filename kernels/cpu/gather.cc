@@ -83,10 +83,7 @@ const float* Gatherer::Gather(int64_t begin, int64_t n, float* buffer) {
     const int64_t run = band.spans.size() == 1 ? std::min(n, (band.row_end - row) * cols - col)
                                                : std::min(n, span->col_end - col);
     const float* in_place = out == buffer && run == n ? InPlace(*span, row, col) : nullptr;
-    if (in_place != nullptr) {
-      FetchAhead(in_place, n * static_cast<int64_t>(sizeof(float)));
-      return in_place;
-    }
+    if (in_place != nullptr) return in_place;
     GatherRun(*span, row, col, run, out);
     out += run;
     n -= run;

@@ -64,8 +64,8 @@ struct SegmentKernels {
   void (*decay)(float decay, const float* w, const float* delta, float* new_w, int64_t n,
                 SegmentSums* sums, bool streaming);
   void (*fence)();
-  // The element rules of kernels/backend.h. gradient: of g as it is. direction: squares of u, and
-  // elements where u or new state is not finite.
+  // The element rules of kernels/backend.h. gradient: of g as it is. direction: squares of u (but
+  // not of adam, which nobody asks for), and elements where u or new state is not finite.
   void (*momentum)(const SegmentCoefficients& c, const float* g, const float* m, float* new_m,
                    float* u, int64_t n, SegmentSums* gradient, SegmentSums* direction,
                    bool streaming);

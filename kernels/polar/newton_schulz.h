@@ -1,6 +1,6 @@
 // The polar map: Newton-Schulz iterations on X (m x n, m <= n), in the standard or the Gram form
-// (docs/RULES.md section 2). Each iteration maps every singular value x of X to a x + b x^3 + c
-// x^5.
+// (docs/mathematics.md section 2). Each iteration maps every singular value x of X to a x + b x^3 +
+// c x^5.
 #ifndef STIEFEL_KERNELS_POLAR_NEWTON_SCHULZ_H_
 #define STIEFEL_KERNELS_POLAR_NEWTON_SCHULZ_H_
 

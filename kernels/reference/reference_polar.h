@@ -1,5 +1,5 @@
-// Stage 4 of the pipeline in fp64: preconditioning and the Newton-Schulz iteration of docs/RULES.md
-// section 2, whole or tile by tile.
+// Stage 4 of the pipeline in fp64: preconditioning and the Newton-Schulz iteration of
+// docs/mathematics.md section 2, whole or tile by tile.
 #ifndef STIEFEL_KERNELS_REFERENCE_REFERENCE_POLAR_H_
 #define STIEFEL_KERNELS_REFERENCE_REFERENCE_POLAR_H_
 

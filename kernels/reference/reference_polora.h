@@ -1,4 +1,4 @@
-// PoLoRA's coupled pair in fp64, docs/RULES.md section 4.
+// PoLoRA's coupled pair in fp64, docs/mathematics.md section 4.
 #ifndef STIEFEL_KERNELS_REFERENCE_REFERENCE_POLORA_H_
 #define STIEFEL_KERNELS_REFERENCE_REFERENCE_POLORA_H_
 

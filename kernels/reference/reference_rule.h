@@ -1,5 +1,5 @@
-// Every rule in fp64 with plain loops, in the order of docs/RULES.md: what the backends must agree
-// with. Not thread-safe: one ReferenceRule is one matrix.
+// Every rule in fp64 with plain loops, in the order of docs/mathematics.md: what the backends must
+// agree with. Not thread-safe: one ReferenceRule is one matrix.
 #ifndef STIEFEL_KERNELS_REFERENCE_REFERENCE_RULE_H_
 #define STIEFEL_KERNELS_REFERENCE_REFERENCE_RULE_H_
 

@@ -1,5 +1,5 @@
-// Stages 5 and 6 of the pipeline in fp64, docs/RULES.md section 4: spectral shaping (SAMuon) and
-// row variance (NorMuon).
+// Stages 5 and 6 of the pipeline in fp64, docs/mathematics.md section 4: spectral shaping (SAMuon)
+// and row variance (NorMuon).
 #ifndef STIEFEL_KERNELS_REFERENCE_REFERENCE_SHAPING_H_
 #define STIEFEL_KERNELS_REFERENCE_REFERENCE_SHAPING_H_
 

@@ -1,4 +1,5 @@
-// One update rule on one matrix: the pipeline of docs/RULES.md, composed of backend primitives.
+// One update rule on one matrix: the pipeline of docs/mathematics.md, composed of backend
+// primitives.
 //
 //   std::unique_ptr<Stream> stream = ...;  one per calling thread
 //   rule->Compute(stream.get(), gradient, args, buffers, &workspace, &result);

@@ -11,8 +11,9 @@
 namespace stiefel {
 
 // The rule of one factor of a low-rank product c B A, A (r x d_in), B (d_out x r) (PoLoRA,
-// docs/RULES.md section 4); the other factor, its partner, is a matrix of the shape `partner`. For
-// A, with C = C_B, and with G, M and q its own; for B the same transposed, with C_A and p:
+// docs/mathematics.md section 4); the other factor, its partner, is a matrix of the shape
+// `partner`. For A, with C = C_B, and with G, M and q its own; for B the same transposed, with C_A
+// and p:
 //
 //   M <- b1 M + (1-b1) G;   Mh = b1 M + (1-b1) G
 //   C = B^T diag(p / |p|_inf + delta) B, damped

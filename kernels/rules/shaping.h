@@ -1,5 +1,5 @@
-// Spectral shaping (SAMuon, docs/RULES.md section 4): the leading directions of an orthogonalised
-// update get lengths of their own.
+// Spectral shaping (SAMuon, docs/mathematics.md section 4): the leading directions of an
+// orthogonalised update get lengths of their own.
 //
 //   EnqueueLeadingDirections(stream, rule, u, ...);   before the polar map, which overwrites U
 //   EnqueueShaping(stream, rule, w, o, ...);          after it

@@ -1,4 +1,5 @@
-// Every golden sequence (docs/RULES.md, section 7) through the program, files in and files out.
+// Every golden sequence (docs/mathematics.md, section 7) through the program, files in and files
+// out.
 #include "tests/vectors/golden.h"
 
 #include <gtest/gtest.h>

@@ -9,8 +9,8 @@
 
 namespace stiefel {
 
-// docs/RULES.md, section 7: fp32 against fp64, of the largest entry, where sigma_min / |X|_F >=
-// .01, and for worse conditions.
+// docs/mathematics.md, section 7: fp32 against fp64, of the largest entry, where sigma_min / |X|_F
+// >= .01, and for worse conditions.
 constexpr double kFp32Error = 2e-5;
 constexpr double kIllConditionedError = 3e-4;
 

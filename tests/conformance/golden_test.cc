@@ -1,4 +1,4 @@
-// The golden values of docs/RULES.md section 7.
+// The golden values of docs/mathematics.md section 7.
 #include "tests/vectors/golden.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The criterion of docs/RULES.md section 7 for bf16, of what the polar map gives, per split and
-// tile.
+// The criterion of docs/mathematics.md section 7 for bf16, of what the polar map gives, per split
+// and tile.
 #include <algorithm>
 #include <cmath>
 #include <iostream>

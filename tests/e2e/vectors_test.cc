@@ -1,4 +1,4 @@
-// The golden sequences of docs/RULES.md section 7 through a real server.
+// The golden sequences of docs/mathematics.md section 7 through a real server.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

@@ -1,4 +1,4 @@
-// The golden values of the update rules (docs/RULES.md, section 7) as tests want them.
+// The golden values of the update rules (docs/mathematics.md, section 7) as tests want them.
 #ifndef STIEFEL_TESTS_VECTORS_GOLDEN_H_
 #define STIEFEL_TESTS_VECTORS_GOLDEN_H_
 

@@ -111,7 +111,7 @@ std::vector<std::pair<std::string, Dense>> Inputs(int64_t m, int64_t n) {
 
 const Form kForms[] = {{}, {5, true, {2, 4}}};
 
-// The criterion of docs/RULES.md section 7.
+// The criterion of docs/mathematics.md section 7.
 TEST(TilePolarTest, BothFormsMeetTheBf16Criterion) {
   for (const auto& [m, n] :
        {std::pair<int64_t, int64_t>{64, 64}, {64, 200}, {96, 100}, {70, 300}}) {
