@@ -1,5 +1,6 @@
 #include "kernels/cpu/gemm.h"
 
+#include <immintrin.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -18,11 +19,16 @@
 namespace stiefel {
 namespace {
 
-// Rows of a block of C, and its columns where C is not symmetric. Measured: from 128 rows on a
-// block runs at full rate; of a symmetric C small ones waste least on the diagonal.
+// Rows and columns of a block of C. Measured: blocks from 64 x 256 (in the second-level cache) or
+// 128 x 128 (beyond it) on run at full rate; of a symmetric C small ones waste least on the
+// diagonal.
 constexpr int64_t kTargetRows = 192;
-constexpr int64_t kSymmetricTargetRows = 128;
 constexpr int64_t kBlockCols = 512;
+constexpr int64_t kSymmetricTargetSide = 128;
+// Of a symmetric C of few rows, in fp32: for bf16 every shape of a block costs a primitive.
+constexpr int64_t kFewRows = 256;
+constexpr int64_t kFlatTargetRows = 64;
+constexpr int64_t kFlatBlockCols = 256;
 constexpr int64_t kResidualCols = 192;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -74,18 +80,46 @@ absl::Status Bf16Block(const Block& k) {
   return absl::OkStatus();
 }
 
+constexpr int64_t kMirrorSide = 16;
+
+// to[j][i] = from[i * stride + j], all of a square.
+void Transpose(const float* from, int64_t stride, float (*to)[kMirrorSide]) {
+  for (int64_t i = 0; i < kMirrorSide; i += 4) {
+    for (int64_t j = 0; j < kMirrorSide; j += 4) {
+      const float* corner = from + i * stride + j;
+      __m128 r0 = _mm_loadu_ps(corner), r1 = _mm_loadu_ps(corner + stride),
+             r2 = _mm_loadu_ps(corner + 2 * stride), r3 = _mm_loadu_ps(corner + 3 * stride);
+      _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
+      _mm_storeu_ps(to[j] + i, r0);
+      _mm_storeu_ps(to[j + 1] + i, r1);
+      _mm_storeu_ps(to[j + 2] + i, r2);
+      _mm_storeu_ps(to[j + 3] + i, r3);
+    }
+  }
+}
+
+void Transpose(const uint16_t* from, int64_t stride, uint16_t (*to)[kMirrorSide]) {
+  for (int64_t i = 0; i < kMirrorSide; ++i) {
+    for (int64_t j = 0; j < kMirrorSide; ++j) to[j][i] = from[i * stride + j];
+  }
+}
+
 // Copies what a block has above the diagonal to its place below. In squares, since a column of C
 // touches a cache line and a page for each element.
 template <typename T>
 void Mirror(T* c, int64_t stride, int64_t row, int64_t rows, int64_t col, int64_t cols) {
-  constexpr int64_t kSide = 16;
-  T square[kSide][kSide];
-  for (int64_t top = row; top < row + rows; top += kSide) {
-    const int64_t height = std::min(kSide, row + rows - top);
-    for (int64_t left = std::max(col, top); left < col + cols; left += kSide) {
-      const int64_t width = std::min(kSide, col + cols - left);
-      for (int64_t i = 0; i < height; ++i) {
-        for (int64_t j = 0; j < width; ++j) square[j][i] = c[(top + i) * stride + left + j];
+  T square[kMirrorSide][kMirrorSide];
+  for (int64_t top = row; top < row + rows; top += kMirrorSide) {
+    const int64_t height = std::min(kMirrorSide, row + rows - top);
+    for (int64_t left = std::max(col, top); left < col + cols; left += kMirrorSide) {
+      const int64_t width = std::min(kMirrorSide, col + cols - left);
+      const T* from = c + top * stride + left;
+      if (height == kMirrorSide && width == kMirrorSide) {
+        Transpose(from, stride, square);
+      } else {
+        for (int64_t i = 0; i < height; ++i) {
+          for (int64_t j = 0; j < width; ++j) square[j][i] = from[i * stride + j];
+        }
       }
       for (int64_t j = 0; j < width; ++j) {
         const int64_t above = std::min(height, left + j - top);  // the diagonal
@@ -131,46 +165,44 @@ struct BlockPlace {
   int64_t row, rows, col, cols;
 };
 
-// The blocks of C; of a symmetric one those that touch the upper triangle.
+// The blocks of C, by rows; of a symmetric one those that touch the upper triangle.
 class BlockGrid {
  public:
-  BlockGrid(int64_t rows, int64_t cols, bool symmetric)
-      : rows_(rows), cols_(cols), symmetric_(symmetric) {
+  explicit BlockGrid(const GemmArgs& args)
+      : rows_(args.c.rows), cols_(args.c.cols), symmetric_(args.symmetric) {
+    const bool flat = symmetric_ && rows_ <= kFewRows && args.c.dtype == DType::kFp32;
+    const int64_t target = flat ? kFlatTargetRows : symmetric_ ? kSymmetricTargetSide : kTargetRows;
     // Cut evenly into about the target, whole vectors.
-    const int64_t cuts = CeilDiv(rows, symmetric ? kSymmetricTargetRows : kTargetRows);
-    block_rows_ = std::min(rows, CeilDiv(CeilDiv(rows, cuts), 16) * 16);
-    block_cols_ = symmetric ? block_rows_ : std::min(cols, kBlockCols);
-    down_ = CeilDiv(rows, block_rows_);
-    across_ = CeilDiv(cols, block_cols_);
+    const int64_t cuts = CeilDiv(rows_, target);
+    block_rows_ = std::min(rows_, CeilDiv(CeilDiv(rows_, cuts), 16) * 16);
+    block_cols_ = flat ? kFlatBlockCols : symmetric_ ? block_rows_ : std::min(cols_, kBlockCols);
+    for (int64_t row = 0; row < rows_; row += block_rows_) count_ += Across(row);
   }
 
-  int64_t count() const { return symmetric_ ? down_ * (down_ + 1) / 2 : down_ * across_; }
+  int64_t count() const { return count_; }
 
   BlockPlace At(int64_t index) const {
-    int64_t i = 0, j = index;
-    if (symmetric_) {
-      while (j >= down_ - i) j -= down_ - i++;
-      j += i;
-    } else {
-      i = index / across_;
-      j = index % across_;
-    }
-    const int64_t row = i * block_rows_, col = j * block_cols_;
+    int64_t row = 0;
+    for (; index >= Across(row); row += block_rows_) index -= Across(row);
+    const int64_t col = FirstCol(row) + index * block_cols_;
     return {row, std::min(block_rows_, rows_ - row), col, std::min(block_cols_, cols_ - col)};
   }
 
  private:
+  int64_t FirstCol(int64_t row) const { return symmetric_ ? row : 0; }
+  int64_t Across(int64_t row) const { return CeilDiv(cols_ - FirstCol(row), block_cols_); }
+
   const int64_t rows_, cols_;
   const bool symmetric_;
   int64_t block_rows_, block_cols_;
-  int64_t down_, across_;  // blocks
+  int64_t count_ = 0;
 };
 
 }  // namespace
 
 absl::Status CpuGemm(ThreadPool* pool, const GemmArgs& args) {
   const MatrixView& c = args.c;
-  const BlockGrid grid(c.rows, c.cols, args.symmetric);
+  const BlockGrid grid(args);
   const int64_t count = grid.count();
   const bool bf16 = c.dtype == DType::kBf16;
   FirstError error;
