@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -34,6 +35,13 @@ absl::Status Check(const ApplyCommandOptions& options) {
   if (options.threads < 0 || options.threads > kMaxThreads) {
     return absl::InvalidArgumentError(
         absl::StrCat("--threads=", options.threads, " is outside 0..", kMaxThreads));
+  }
+  for (const std::string& input : {options.grads, options.weights}) {
+    std::error_code none;  // a path that is not there is no input to lose
+    if (options.overwrite && std::filesystem::equivalent(input, options.out, none)) {
+      return absl::InvalidArgumentError(absl::StrCat("--out ", options.out, " is the input ", input,
+                                                     "; --overwrite would destroy it"));
+    }
   }
   return absl::OkStatus();
 }

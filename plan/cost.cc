@@ -99,7 +99,7 @@ double PolarFlops(int64_t rows, int64_t cols, PolarForm form, int64_t steps, int
 FormChoice ChooseForm(const Rule& rule, int64_t rows, int64_t cols, bool low_precision) {
   const auto steps = static_cast<int64_t>(PolarCoefficients(rule).size());
   FormChoice choice;
-  choice.restarts = GramRestarts(rule, low_precision);
+  choice.restarts = GramRestarts(rule, std::min(rows, cols), low_precision);
   choice.standard_flops = PolarFlops(rows, cols, PolarForm::kStandard, steps, 0, true);
   choice.gram_flops = PolarFlops(rows, cols, PolarForm::kGram, steps,
                                  static_cast<int64_t>(choice.restarts.size()), true);

@@ -152,15 +152,18 @@ std::vector<Coefficients> PolarCoefficients(const Rule& rule) {
                   rule.safety.value_or(info.default_safety));
 }
 
-std::vector<int64_t> GramRestarts(const Rule& rule, bool low_precision) {
+std::vector<int64_t> GramRestarts(const Rule& rule, int64_t short_side, bool low_precision) {
   if (rule.restarts.has_value()) return *rule.restarts;
-  const int64_t steps = static_cast<int64_t>(PolarCoefficients(rule).size());
-  std::vector<int64_t> restarts;
-  const bool steep = rule.coefficients == CoefficientTable::kPolarExpress;
-  for (int64_t t :
-       low_precision ? std::vector<int64_t>{2, 4} : std::vector<int64_t>{steep ? 3 : 2}) {
-    if (t < steps) restarts.push_back(t);
+  std::vector<int64_t> restarts = {2};
+  if (low_precision) {
+    restarts = {2, 4};
+  } else if (rule.coefficients == CoefficientTable::kPolarExpress) {
+    restarts = short_side < 64 ? std::vector<int64_t>{1, 2, 3} : std::vector<int64_t>{3};
   }
+  const auto steps = static_cast<int64_t>(PolarCoefficients(rule).size());
+  restarts.erase(
+      std::remove_if(restarts.begin(), restarts.end(), [&](int64_t t) { return t >= steps; }),
+      restarts.end());
   return restarts;
 }
 

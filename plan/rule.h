@@ -256,11 +256,12 @@ bool NeedsWeights(const Rule& rule);
 // valid rule.
 std::vector<Coefficients> PolarCoefficients(const Rule& rule);
 
-// Iterations before which the Gram form rebuilds its Gram matrix: the rule's own, or {2} in fp32
-// ({3} for polar_express, whose steep first iterations leave errors to 5e-5 of the largest entry
-// with {2} and to 1.4e-5 with {3}) and {2, 4} in bf16, without those that are not below the number
-// of iterations.
-std::vector<int64_t> GramRestarts(const Rule& rule, bool low_precision);
+// Iterations before which the Gram form rebuilds its Gram matrix of short_side rows: the rule's
+// own, or {2} in fp32 and {2, 4} in bf16, without those that are not below the number of
+// iterations. The first iterations of polar_express are so steep that it takes {3} in fp32, and {1,
+// 2, 3} below a short side of 64, where that costs nothing to speak of: with {2} it errs up to 5e-5
+// of the largest entry on well-conditioned input, with these 1.5e-5.
+std::vector<int64_t> GramRestarts(const Rule& rule, int64_t short_side, bool low_precision);
 
 // "muon", or "muon lr=0.01 period=3": the preset and what differs from it.
 std::string DescribeRule(const Rule& rule);

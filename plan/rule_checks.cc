@@ -83,6 +83,10 @@ absl::Status CheckPolar(const Rule& rule) {
     return Refuse("steps=", *rule.steps, ", but the coefficient table has ", entries,
                   " entries and does not repeat");
   }
+  if (rule.form == PolarForm::kStandard && rule.restarts.has_value()) {
+    return Refuse("restarts=", rule.restarts->empty() ? "none" : absl::StrJoin(*rule.restarts, ","),
+                  " has no effect with form=standard, which never restarts; leave it auto");
+  }
   const int64_t steps = static_cast<int64_t>(PolarCoefficients(rule).size());
   for (int64_t restart : rule.restarts.value_or(std::vector<int64_t>{})) {
     if (restart >= steps) {

@@ -87,6 +87,7 @@ const std::vector<Contradiction>& Contradictions() {
       {"muon", {{"eps", "1e-7"}}, "eps_mode=none"},
       {"muon", {{"coefficients", "you"}, {"steps", "6"}}, "5 entries"},
       {"muon", {{"restarts", "5"}}, "last iteration is 4"},
+      {"muon", {{"form", "standard"}, {"restarts", "2"}}, "form=standard"},
       {"muon", {{"off_refresh", "tiled"}, {"period", "2"}}, "needs a tile"},
       {"muon", {{"off_refresh", "tiled"}, {"tile", "4"}}, "no effect with period=1"},
       {"muonbp", {{"tile", "none"}}, "needs a tile"},

@@ -229,12 +229,13 @@ TEST(PolarCoefficients, Schedules) {
   ASSERT_EQ(schedule.size(), 8u);
   EXPECT_DOUBLE_EQ(schedule[0].a, 8.28721201814563 / 1.05);
   EXPECT_DOUBLE_EQ(schedule[7].b, -1.25 / (1.05 * 1.05 * 1.05));
-  EXPECT_THAT(GramRestarts(rule, false), ElementsAre(3));
-  EXPECT_THAT(GramRestarts(Preset("muon"), false), ElementsAre(2));
-  EXPECT_THAT(GramRestarts(rule, true), ElementsAre(2, 4));
+  EXPECT_THAT(GramRestarts(rule, 64, false), ElementsAre(3));
+  EXPECT_THAT(GramRestarts(rule, 63, false), ElementsAre(1, 2, 3));
+  EXPECT_THAT(GramRestarts(Preset("muon"), 8, false), ElementsAre(2));
+  EXPECT_THAT(GramRestarts(rule, 8, true), ElementsAre(2, 4));
   rule.steps = 3;
-  EXPECT_TRUE(GramRestarts(rule, false).empty());
-  EXPECT_THAT(GramRestarts(rule, true), ElementsAre(2));
+  EXPECT_TRUE(GramRestarts(rule, 64, false).empty());
+  EXPECT_THAT(GramRestarts(rule, 8, true), ElementsAre(2));
 }
 
 }  // namespace

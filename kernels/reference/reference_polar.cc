@@ -63,7 +63,7 @@ Dense ReferencePolar(const Rule& rule, const Dense& u) {
 Dense ReferenceGramPolar(const Rule& rule, const Dense& u) {
   if (u.rows > u.cols) return Transpose(ReferenceGramPolar(rule, Transpose(u)));
   const std::vector<Coefficients> coefficients = PolarCoefficients(rule);
-  const std::vector<int64_t> restarts = GramRestarts(rule, /*low_precision=*/false);
+  const std::vector<int64_t> restarts = GramRestarts(rule, u.rows, /*low_precision=*/false);
   Dense x = ReferencePreconditioned(rule, u);
   Dense r = Multiply(x, Transpose(x)), q = Identity(x.rows);
   for (int64_t t = 0; t < static_cast<int64_t>(coefficients.size()); ++t) {
