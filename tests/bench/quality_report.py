@@ -103,8 +103,8 @@ def main():
              f'Each rule: {study["grid_points"]} learning rates half a decade apart, {study["tuning_seeds"]} tuning seeds each; '
              f'then {study["final_seeds"]} fresh seeds at the best one. Learning rates fall linearly to zero. Smaller is better.']
     for problem in study["problems"]:
-        for key, title in (("rules", problem["name"]), ("row_wise", problem["name"] + ", row-wise step")):
-            image = f'{problem["name"]}_{key}.svg'
+        for key, title in (("rules", problem["problem"]), ("row_wise", problem["problem"] + ", row-wise step")):
+            image = f'{problem["problem"]}_{key}.svg'
             (arguments.folder / image).write_text(plot(title, problem["metric"], problem[key]))
             lines += ["", f"## {title}", "", f'{problem["what"]}; {problem["steps"]} steps. {problem["metric"]}.', ""]
             lines += table(problem[key]) + ["", f"![{title}]({image})"]
