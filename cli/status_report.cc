@@ -71,9 +71,9 @@ std::string RankTable(const v1::RunStatus& run) {
 }
 
 std::string MatrixTable(const v1::RunStatus& run) {
-  std::vector<std::string> header = {"matrix",       "shape",    "rule",       "last kind",
-                                     "last refresh", "residual", "update RMS", "owner",
-                                     "commits",      "skips",    "computed"};
+  std::vector<std::string> header = {"matrix",       "shape",    "rule",           "last kind",
+                                     "last refresh", "residual", "row-wise |O|_2", "update RMS",
+                                     "owner",        "commits",  "skips",          "computed"};
   if (run.has_state_hash()) header.push_back("state hash");
   Table table(header);
   std::string skips;
@@ -86,6 +86,8 @@ std::string MatrixTable(const v1::RunStatus& run) {
         matrix.last_kind().empty() ? kNothing : matrix.last_kind(),
         matrix.last_refresh_step() == 0 ? kNothing : absl::StrCat(matrix.last_refresh_step()),
         matrix.has_residual() ? absl::StrFormat("%.3f", matrix.residual()) : kNothing,
+        matrix.has_row_wise_spectral() ? absl::StrFormat("%.2f", matrix.row_wise_spectral())
+                                       : kNothing,
         matrix.has_update_rms() ? absl::StrFormat("%.3g", matrix.update_rms()) : kNothing,
         absl::StrCat(matrix.owner()),
         absl::StrCat(matrix.commits()),

@@ -39,6 +39,7 @@ v1::ServerStatus Example() {
     matrix->set_last_kind("row_wise");
     matrix->set_last_refresh_step(811);
     matrix->set_residual(0.1875);
+    matrix->set_row_wise_spectral(3.25);
     matrix->set_skips(2);
   }
   return server;
@@ -51,7 +52,7 @@ TEST(StatusReportTest, TextShowsTheRunAndTheMatricesOfThisServerOnly) {
        {"server 127.0.0.1:7070", "cpu: oneDNN 2.6", "3.00 GiB resident", "run gpt2",
         "step 812 decided, step 813 attempt 0 collecting", "waiting for gradients of rank 3",
         "skipped 2", "3 non-finite gradient elements in h.3.w", "768x3072", "periodic_rowwise_muon",
-        "row_wise", "811", "0.188", "lost"}) {
+        "row_wise", "811", "0.188", "3.25", "lost"}) {
     EXPECT_THAT(text, HasSubstr(part));
   }
   EXPECT_THAT(text, Not(HasSubstr("h.2.w")));
@@ -62,10 +63,11 @@ TEST(StatusReportTest, UnsetFiguresAreDashesNotZeros) {
   v1::ServerStatus server = Example();
   v1::MatrixStatus* matrix = server.mutable_runs(0)->mutable_matrices(1);
   matrix->clear_residual();
+  matrix->clear_row_wise_spectral();
   matrix->clear_last_kind();
   matrix->clear_last_refresh_step();
   const std::string text = StatusText({server});
-  EXPECT_THAT(text, ::testing::ContainsRegex("periodic_rowwise_muon +- +- +- +-"));
+  EXPECT_THAT(text, ::testing::ContainsRegex("periodic_rowwise_muon +- +- +- +- +-"));
 }
 
 TEST(StatusReportTest, StateHashIsShownWhereTheServerGaveIt) {

@@ -338,6 +338,8 @@ std::optional<MatrixJob> MatrixStore::Commit(int64_t step) {
     if (staged.result.residual != StepResult::kNotMeasured)
       figures_.residual = staged.result.residual;
   }
+  if (staged.result.row_wise_spectral != StepResult::kNotMeasured)
+    figures_.row_wise_spectral = staged.result.row_wise_spectral;
   return absorb;
 }
 

@@ -80,6 +80,7 @@ struct MatrixFigures {
   std::string last_kind;  // refresh, row_wise, tiled, element_wise; empty before the first step
   int64_t last_refresh_step = 0;
   std::optional<double> residual;
+  std::optional<double> row_wise_spectral;  // |O|_2 of the last row-wise step that was measured
   std::optional<double> update_rms;
   int64_t commits = 0;
   int64_t refreshes = 0;

@@ -1,5 +1,6 @@
 #include "server/matrix_store.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "gtest/gtest.h"
@@ -101,6 +102,19 @@ TEST(MatrixStoreTest, NothingIsVisibleBeforeTheDecision) {
     store->Skip("absent has nothing to skip");
     EXPECT_EQ(store->figures().skips, 1);
   }
+}
+
+// Momentum of rank one: rows of one length, all alike, have a spectral norm of sqrt(rows) lengths.
+TEST(MatrixStoreTest, FiguresTellTheSpectralNormOfRowWiseSteps) {
+  Store store(Spec(6, 10, "periodic_rowwise_muon", DType::kFp32), Staging::kDouble);
+  store.Compute(1, 1);
+  store.Commit(1);
+  EXPECT_FALSE(store->figures().row_wise_spectral.has_value());
+  store.Compute(2, 1);
+  EXPECT_FALSE(store->figures().row_wise_spectral.has_value());
+  store.Commit(2);
+  EXPECT_EQ(store->figures().last_kind, "row_wise");
+  EXPECT_NEAR(store->figures().row_wise_spectral.value(), std::sqrt(6.0), 1e-5);
 }
 
 // Small state is staged beside the old one even where the rest is taken in after the decision.

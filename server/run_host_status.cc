@@ -94,6 +94,7 @@ void RunHost::FillStatus(v1::RunStatus* status) const {
     out->set_last_kind(figures.last_kind);
     out->set_last_refresh_step(figures.last_refresh_step);
     if (figures.residual) out->set_residual(*figures.residual);
+    if (figures.row_wise_spectral) out->set_row_wise_spectral(*figures.row_wise_spectral);
     if (figures.update_rms) out->set_update_rms(*figures.update_rms);
     out->set_commits(figures.commits);
     out->set_refreshes(figures.refreshes);
