@@ -3,10 +3,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "kernels/rules/elementwise_rule.h"
-#include "kernels/rules/polora_rule.h"
 #include "kernels/rules/polora_rule.h"
 #include "kernels/rules/spectral_rule.h"
 #include "kernels/rules/split_rule.h"

@@ -1,10 +1,12 @@
-// Under ThreadSanitizer only: the one function of libabsl_status that drops a reference, compiled here so that it is
-// instrumented. Debian's library is not, and an object handed from thread to thread by its reference count alone would
-// look like a race: the count's decrement is what orders the last reader before the deletion.
+// Under ThreadSanitizer only: the one function of libabsl_status that drops a reference, compiled
+// here so that it is instrumented. Debian's library is not, and an object handed from thread to
+// thread by its reference count alone would look like a race: the count's decrement is what orders
+// the last reader before the deletion.
+#include "absl/status/status.h"
+
 #include <cstdint>
 
 #include "absl/status/internal/status_internal.h"
-#include "absl/status/status.h"
 
 namespace absl {
 ABSL_NAMESPACE_BEGIN
