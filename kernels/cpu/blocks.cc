@@ -47,6 +47,9 @@ ElementWorker::ElementWorker(const ElementPass& pass)
       streaming_(pass.rows * pass.gradient->cols() >= kStreamedElements),
       state_streaming_(streaming_ && pass.new_state[0] != nullptr &&
                        pass.new_state[0] != pass.state[0]),
+      fuses_(pass.deliver && pass.coefficients.rule == ElementRule::kAdam &&
+             pass.new_state[0] != nullptr && pass.delivery.delta == nullptr &&
+             pass.delivery.weights != nullptr && pass.delivery.new_weights != nullptr),
       kernels_(BestSegmentKernels()),
       gatherer_(*pass.gradient, kernels_) {
   const ElementCoefficients& k = pass.coefficients;
@@ -86,6 +89,26 @@ double ElementWorker::Run(int64_t begin, int64_t n, float* u, StepStats* stats) 
       std::max(stats->direction.max_abs, static_cast<double>(direction.max_abs));
   stats->direction.nonfinite += direction.nonfinite;
   return direction.sum_squares;
+}
+
+void ElementWorker::RunAndDeliver(int64_t begin, int64_t n, StepStats* stats) {
+  const Delivery& delivery = pass_.delivery;
+  const float* g = gatherer_.Gather(first_element_ + begin, n, gradient_);
+  const SegmentWeights weights = {delivery.step, delivery.decay, delivery.weights + begin,
+                                  delivery.new_weights + begin, delivery.payload == nullptr};
+  SegmentSums gradient = {}, direction = {}, applied = {};
+  kernels_.adam_weights(coefficients_, weights, g, pass_.state[0] + begin, pass_.state[1] + begin,
+                        pass_.new_state[0] + begin, pass_.new_state[1] + begin, n, &gradient,
+                        &direction, &applied, state_streaming_);
+  stats->gradient_sum_squares += gradient.sum_squares;
+  stats->nonfinite_gradient += gradient.nonfinite;
+  stats->direction.nonfinite += direction.nonfinite;
+  stats->applied_sum_squares += delivery.scale * delivery.scale * applied.sum_squares;
+  stats->nonfinite_output +=
+      delivery.payload == nullptr
+          ? applied.nonfinite
+          : WriteAs(delivery.payload_dtype, weights.new_w, n, applied.nonfinite,
+                    Offset(delivery.payload, delivery.payload_dtype, begin));
 }
 
 void ElementWorker::Deliver(int64_t begin, int64_t n, const float* u, double factor,

@@ -66,13 +66,16 @@ class ElementWorker {
   // Elements [begin, begin + n) of the range of rows; n <= kSegment. u receives the direction, new
   // state goes where the pass says. Returns the sum of squares of u.
   double Run(int64_t begin, int64_t n, float* u, StepStats* stats);
+  // Whether Run and Deliver with factor 1 can be done at once, and doing it.
+  bool fuses() const { return fuses_; }
+  void RunAndDeliver(int64_t begin, int64_t n, StepStats* stats);
   // Delivers o = fp32(factor u).
   void Deliver(int64_t begin, int64_t n, const float* u, double factor, StepStats* stats) const;
 
  private:
   const ElementPass& pass_;
   const int64_t first_element_;  // of the range, in the gradient
-  const bool streaming_, state_streaming_;
+  const bool streaming_, state_streaming_, fuses_;
   const SegmentKernels& kernels_;
   Gatherer gatherer_;
   SegmentCoefficients coefficients_;

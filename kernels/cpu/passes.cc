@@ -173,6 +173,7 @@ void CpuRun(ThreadPool* pool, const ElementPass& pass) {
               const int64_t begin = block * kBlockElements;
               ForSegments(
                   begin, std::min(elements, begin + kBlockElements), [&](int64_t i, int64_t n) {
+                    if (worker.fuses()) return worker.RunAndDeliver(i, n, stats);
                     float* direction = pass.direction == nullptr ? local : pass.direction + i;
                     worker.Run(i, n, direction, stats);
                     if (pass.deliver) worker.Deliver(i, n, direction, 1, stats);

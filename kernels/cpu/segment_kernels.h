@@ -26,6 +26,14 @@ struct SegmentSums {
   float max_abs;  // of what is summed; of no meaning for lion and adam
 };
 
+// w' = decay w + step u, as deliver and decay round it.
+struct SegmentWeights {
+  float step, decay;
+  const float* w;
+  float* new_w;
+  bool streaming;  // new_w
+};
+
 // In all: n >= 0 elements (at most kSegment where they are counted), no alignment needed, sums are
 // added to. An output may be the very input of the same type. `streaming`: new state, delta and
 // weights bypass the caches where they are aligned; what another thread is to read needs fence().
@@ -74,6 +82,13 @@ struct SegmentKernels {
   void (*adam)(const SegmentCoefficients& c, const float* g, const float* m, const float* v,
                float* new_m, float* new_v, float* u, int64_t n, SegmentSums* gradient,
                SegmentSums* direction, bool streaming);
+  // adam, deliver and decay in one loop, with their bits: where memory is the limit, reads, writes
+  // and arithmetic overlap best so. direction: elements where new state is not finite. applied:
+  // squares of u, and elements where new weights are not finite.
+  void (*adam_weights)(const SegmentCoefficients& c, const SegmentWeights& weights, const float* g,
+                       const float* m, const float* v, float* new_m, float* new_v, int64_t n,
+                       SegmentSums* gradient, SegmentSums* direction, SegmentSums* applied,
+                       bool streaming);
 };
 
 // The best set for this processor.

@@ -199,6 +199,59 @@ TEST_P(SegmentKernelsTest, StreamingChangesNothing) {
   }
 }
 
+// adam_weights has the bits of adam, deliver and decay, streaming or not, aligned or not.
+TEST_P(SegmentKernelsTest, AdamWithWeightsIsItsParts) {
+  const int64_t n = GetParam();
+  const std::vector<float> g = Random(n, 1), m = Random(n, 2), v(n, 0.5f), w = Random(n, 3);
+  const SegmentCoefficients c = {0.5f, 0.9f, 0.1f, 0.8f, 0.2f, 0.99f, 0.01f, 1.5f, 2.5f, 1e-3f};
+  const SegmentKernelList list = RunnableSegmentKernels();
+  for (int s = 0; s < list.count; ++s) {
+    const SegmentKernels& k = *list.sets[s];
+    alignas(64) float want[3][kSegment], got[3][kSegment + 16];
+    std::vector<float> u(n), delta(n);
+    SegmentSums gradient = {}, direction = {}, of_update = {}, of_weights = {};
+    k.adam(c, g.data(), m.data(), v.data(), want[0], want[1], u.data(), n, &gradient, &direction,
+           false);
+    k.deliver(-0.3f, u.data(), delta.data(), n, &of_update, false);
+    k.decay(0.7f, w.data(), delta.data(), want[2], n, &of_weights, false);
+    for (const int64_t shift : {0, 1}) {
+      for (const int streaming : {0, 1, 2}) {  // nothing, states, all
+        SegmentSums of_gradient = {}, of_state = {}, applied = {};
+        k.adam_weights(c, {-0.3f, 0.7f, w.data(), got[2] + shift, streaming == 2}, g.data(),
+                       m.data(), v.data(), got[0] + shift, got[1] + shift, n, &of_gradient,
+                       &of_state, &applied, streaming > 0);
+        k.fence();
+        for (int i = 0; i < 3; ++i) {
+          EXPECT_EQ(std::memcmp(got[i] + shift, want[i], n * sizeof(float)), 0)
+              << k.name << " output " << i << " shift " << shift << " streaming " << streaming;
+        }
+        EXPECT_EQ(of_gradient.sum_squares, gradient.sum_squares) << k.name;
+        EXPECT_EQ(applied.sum_squares, of_update.sum_squares) << k.name;
+        EXPECT_EQ(of_gradient.nonfinite + of_state.nonfinite + applied.nonfinite, 0) << k.name;
+      }
+    }
+  }
+}
+
+TEST_P(SegmentKernelsTest, AdamWithWeightsCountsWhatIsNotFinite) {
+  const int64_t n = GetParam();
+  if (n < 3) GTEST_SKIP() << "needs three places";
+  std::vector<float> g = Random(n, 1), w = Random(n, 2), zero(n, 0.0f), m(n), v(n), new_w(n);
+  g[0] = kInf;
+  w[n - 1] = kNan;
+  const SegmentCoefficients c = {1, 0.9f, 0.1f, 1, 0, 0.9f, 0.1f, 1, 1, 1e-8f};
+  const SegmentKernelList list = RunnableSegmentKernels();
+  for (int s = 0; s < list.count; ++s) {
+    SegmentSums gradient = {}, state = {}, applied = {};
+    list.sets[s]->adam_weights(c, {-0.3f, 0.7f, w.data(), new_w.data(), false}, g.data(),
+                               zero.data(), zero.data(), m.data(), v.data(), n, &gradient, &state,
+                               &applied, false);
+    EXPECT_EQ(gradient.nonfinite, 1) << list.sets[s]->name;
+    EXPECT_EQ(state.nonfinite, 1) << list.sets[s]->name;
+    EXPECT_EQ(applied.nonfinite, 2) << list.sets[s]->name << ": inf / inf, and the weight";
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Lengths, SegmentKernelsTest,
                          ::testing::Values(0, 1, 3, 7, 8, 15, 16, 17, 31, 33, 1000, kSegment));
 
