@@ -27,6 +27,7 @@ void* Counted(std::size_t bytes, std::size_t alignment) {
 }  // namespace
 
 void* operator new(std::size_t bytes) { return Counted(bytes, 0); }
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return Counted(bytes, 0); }
 void* operator new(std::size_t bytes, std::align_val_t alignment) {
   return Counted(bytes, static_cast<std::size_t>(alignment));
 }
