@@ -1,5 +1,6 @@
 #include "server/engine.h"
 
+#include <memory>
 #include <set>
 #include <utility>
 
@@ -52,6 +53,10 @@ class EngineTest : public ::testing::Test {
   std::vector<std::string> Begun() {
     MutexLock lock(&mutex_);
     return begun_;
+  }
+  std::set<std::string> Ended() {
+    MutexLock lock(&mutex_);
+    return ended_;
   }
 
   std::shared_ptr<Backend> backend_;
@@ -120,15 +125,25 @@ TEST_F(EngineTest, JobsWithoutWorkspaceNeedNone) {
   EXPECT_TRUE(statuses_[0].ok());
 }
 
+// Whether the second job still begins depends on who is faster; that the engine waits for whatever
+// has begun, and keeps nothing of the rest, does not.
 TEST_F(EngineTest, DestructionWaitsForWhatRunsAndForgetsTheRest) {
   Make(1, {10});
   Hold("runs", 10);
   AwaitBegun(1);
-  Hold("waits", 10);
-  std::thread release([this] { Release("runs"); });
+  Hold("second", 10);
+  const auto held_by_job = std::make_shared<int>(0);
+  engine_->Submit(0, [held_by_job](const absl::Status&, Stream*, DeviceBuffer*) {});
+  std::thread release([this] {
+    Release("runs");
+    Release("second");
+  });
   engine_.reset();
   release.join();
-  EXPECT_EQ(Begun(), std::vector<std::string>{"runs"});
+  const std::vector<std::string> begun = Begun();
+  EXPECT_EQ(begun[0], "runs");
+  EXPECT_EQ(Ended(), std::set<std::string>(begun.begin(), begun.end()));
+  EXPECT_EQ(held_by_job.use_count(), 1);
   EXPECT_FALSE(Engine::Create(backend_, 0, &RealClock()).ok());
 }
 
