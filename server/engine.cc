@@ -115,6 +115,8 @@ void Engine::Loop(Stream* stream) {
       MutexLock lock(&mutex_);
       --running_;
       if (slot != nullptr) slot->busy = false;
+      slot.reset();  // memory that nobody else holds is free when pending() no longer counts the
+                     // job
     }
     changed_.NotifyAll();
   }

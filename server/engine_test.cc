@@ -86,6 +86,7 @@ TEST_F(EngineTest, WorkspacesAreBoundedByTheLargestInFlight) {
   EXPECT_EQ(backend_->AllocatedBytes(), 1800);
   while (engine_->pending() > 0) std::this_thread::yield();
   engine_->SetWorkspaces({});
+  while (engine_->pending() > 0) std::this_thread::yield();
   EXPECT_EQ(backend_->AllocatedBytes(), 0);
 }
 
