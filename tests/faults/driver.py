@@ -269,7 +269,13 @@ class FaultTest(unittest.TestCase):
 
 
 def state_hashes(servers):
-    """Matrix name -> hash, over all servers."""
+    """Matrix name -> hash, over all servers, once the decision that trainers have seen is recorded on all of them: the
+    word of one server and the updates of all, sent before it, are enough for a trainer to go on."""
+    deadline = time.monotonic() + START
+    while len({server.run_status()["consumed_step"] for server in servers}) > 1:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"servers are not at one step within {START} s")
+        time.sleep(POLL)
     hashes = {}
     for server in servers:
         run = server.run_status(state_hash=True)
