@@ -2,12 +2,11 @@
 
 #include <algorithm>
 
+#include "kernels/rules/rule_base.h"
 #include "kernels/spectral_passes.h"
 
 namespace stiefel {
 namespace {
-
-int64_t Aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 int64_t Count(const Rule& rule, int64_t rows, int64_t cols) {
   return ShapedDirections(rule, std::min(rows, cols));
