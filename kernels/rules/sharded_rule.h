@@ -1,0 +1,90 @@
+// A spectral rule on one shard of a matrix: a chain of stages with a collective between each two.
+//
+//   stage 0: momentum and direction of the shard, its figures         -> exchange of figures
+//   refresh: normalise, the shard's part of the Gram matrix           -> sum over shards
+//            small products on the sum, until the next restart (every iteration in the standard
+//            form), the shard times their outcome, its new Gram part  -> sum ...
+//            last: the shard times the outcome, delivered
+//   row-wise step: nothing is exchanged where the vectors lie within the shards, else the sums of
+//            squares of the short side's vectors
+//
+// A non-finite gradient or direction anywhere ends the computation on all shards after the first
+// exchange. Element-wise rules need none of this: a shard is a matrix to them.
+#ifndef STIEFEL_KERNELS_RULES_SHARDED_RULE_H_
+#define STIEFEL_KERNELS_RULES_SHARDED_RULE_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/rect.h"
+#include "kernels/backend.h"
+#include "kernels/collective.h"
+#include "kernels/rules/matrix_rule.h"
+
+namespace stiefel {
+
+// The shard's place.
+struct ShardOf {
+  int64_t rows = 0, cols = 0;  // of the whole matrix
+  int32_t shard = 0;
+  std::vector<int64_t> cuts;  // as ShardRects takes them
+};
+
+// One computation under way. Owned by the caller, used by one thread at a time; its memory (the
+// workspace) must not move or be given away between its stages.
+class ShardedStep {
+ public:
+  virtual ~ShardedStep() = default;
+
+  // Enqueues the next stage. When the stream is done the stage has ended: next() then says what to
+  // do. The first error ends the computation. REQUIRES: not finished.
+  virtual absl::Status RunStage(Stream* stream) = 0;
+
+  // After a stage: the collective to start before the next (its `shard` filled in), or nothing
+  // when the computation is finished and `result` and the staged outputs are valid.
+  virtual const std::optional<CollectivePart>& next() const = 0;
+
+  // The collective's index: 0, 1, ...
+  virtual int32_t index() const = 0;
+};
+
+// Immutable; its methods may run concurrently.
+class ShardedRule {
+ public:
+  // INVALID_ARGUMENT: ValidateSharding, ValidateCuts, a shard that does not exist, ValidateRule, a
+  // family other than kSpectral. The backend must outlive the rule.
+  static absl::StatusOr<std::unique_ptr<ShardedRule>> Create(const Rule& rule, const ShardOf& shard,
+                                                             Backend* backend);
+  virtual ~ShardedRule() = default;
+
+  // As MatrixRule's, of a matrix of the shard's shape.
+  virtual const std::vector<StateBuffer>& State() const = 0;
+  virtual const std::string& Method() const = 0;
+  virtual double CostUnits(StepKind kind) const = 0;
+  // Held from the first stage to the last.
+  virtual int64_t WorkspaceBytes() const = 0;
+  // How many sums of m x m fp32 values a refresh takes: 1 + restarts in the Gram form. Each of p
+  // servers with one shard sends 2 (p-1)/p m^2 values for one, on average.
+  virtual int64_t RefreshSums() const = 0;
+
+  // The gradient, buffers and figures are the shard's. Everything passed by pointer must live until
+  // the step has finished; `gradient` (but not its data) only during the call. Errors as
+  // MatrixRule::Compute. StepResult counts of non-finite elements are those of this shard; where
+  // only another shard has some, nonfinite_update is 0 and the outputs are not written.
+  virtual absl::StatusOr<std::unique_ptr<ShardedStep>> Begin(const GradientView& gradient,
+                                                             const StepArgs& args,
+                                                             const StepBuffers& buffers,
+                                                             DeviceBuffer* workspace,
+                                                             StepResult* result) = 0;
+  virtual absl::Status Absorb(Stream* stream, const GradientView& gradient, const StepArgs& args,
+                              const std::vector<float*>& state) = 0;
+};
+
+}  // namespace stiefel
+
+#endif  // STIEFEL_KERNELS_RULES_SHARDED_RULE_H_
