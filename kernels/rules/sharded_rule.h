@@ -9,7 +9,9 @@
 //            squares of the short side's vectors
 //
 // A non-finite gradient or direction anywhere ends the computation on all shards after the first
-// exchange. Element-wise rules need none of this: a shard is a matrix to them.
+// exchange; so does a gradient that is absent (a GradientView without pieces) on every shard. Where
+// only some shards have none, theirs is zero. Element-wise rules need none of this: a shard is a
+// matrix to them.
 #ifndef STIEFEL_KERNELS_RULES_SHARDED_RULE_H_
 #define STIEFEL_KERNELS_RULES_SHARDED_RULE_H_
 
@@ -51,6 +53,14 @@ class ShardedStep {
 
   // The collective's index: 0, 1, ...
   virtual int32_t index() const = 0;
+
+  enum class Outcome {
+    kComputed,   // the outputs are written
+    kNonFinite,  // on some shard; the outputs are not written
+    kAbsent,     // no shard has a gradient; the outputs are not written
+  };
+  // REQUIRES: finished.
+  virtual Outcome outcome() const = 0;
 };
 
 // Immutable; its methods may run concurrently.
@@ -73,7 +83,8 @@ class ShardedRule {
   virtual int64_t RefreshSums() const = 0;
 
   // The gradient, buffers and figures are the shard's. Everything passed by pointer must live until
-  // the step has finished; `gradient` (but not its data) only during the call. Errors as
+  // the step has finished; `gradient` (but not its data) only during the call. It may have no
+  // pieces. Errors as
   // MatrixRule::Compute. StepResult counts of non-finite elements are those of this shard; where
   // only another shard has some, nonfinite_update is 0 and the outputs are not written.
   virtual absl::StatusOr<std::unique_ptr<ShardedStep>> Begin(const GradientView& gradient,
