@@ -18,11 +18,13 @@
 #include "CLI/CLI.hpp"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "client/grpc_transport.h"
 #include "client/trainer.h"
 #include "common/clock.h"
 #include "common/mutex.h"
 #include "common/status.h"
 #include "nlohmann/json.hpp"
+#include "tests/e2e/faulty_transport.h"
 #include "tests/faults/scripted_model.h"
 
 namespace stiefel {
@@ -47,6 +49,7 @@ struct ScriptOptions {
   std::set<std::string> holds;  // "STEP:POINT"
   int wait_retries = 0;         // Errors of Wait that are borne, in all.
   int drops = 20;               // Dropped attempts of one step that are redone.
+  Faults faults;                // Done to the chunks that it sends.
   bool hold_close = false;
   double connect_s = 10, join_s = 30, step_s = 20, lease_s = 10, takeover_s = 60;
 };
@@ -87,6 +90,7 @@ class Script {
         shared_gradients_(shared_gradients),
         rank_(rank),
         events_(events),
+        transport_(GrpcTransport(), options.faults),
         holds_(options.holds),
         weights_(specs_, options.seed) {}
 
@@ -110,6 +114,7 @@ class Script {
   const std::vector<Tensor>* const shared_gradients_;  // Null: made for each step.
   const int32_t rank_;
   Events* const events_;
+  FaultyTransport transport_;
   std::set<std::string> holds_;
   Weights weights_;
   std::vector<PushBlock> push_;
@@ -165,7 +170,8 @@ absl::Status Script::Run() {
   Event("finished", {{"weights_hash", absl::StrFormat("%016x", weights_.Hash())},
                      {"dropped", dropped_},
                      {"skipped", skipped_},
-                     {"reconnects", reconnects_}});
+                     {"reconnects", reconnects_},
+                     {"reordered", transport_.reordered()}});
   if (options_.hold_close) {
     std::string line;
     std::getline(std::cin, line);
@@ -190,7 +196,9 @@ absl::Status Script::Join() {
   }
   Event("connecting", {{"applied", options.applied_step.value_or(kNoWeights)}});
   STIEFEL_RETURN_IF_ERROR(Timed("Connect", [&]() -> absl::Status {
-    STIEFEL_ASSIGN_OR_RETURN(trainer_, Trainer::Connect(options, specs_));
+    Transport* transport =
+        options_.faults.shuffle || options_.faults.twice ? &transport_ : GrpcTransport();
+    STIEFEL_ASSIGN_OR_RETURN(trainer_, Trainer::Connect(options, specs_, transport));
     return absl::OkStatus();
   }));
   Event("joined", {{"next_step", trainer_->next_step()}});
@@ -315,6 +323,8 @@ void AddFlags(CLI::App* app, ScriptOptions* options) {
   app->add_option("--wait-retries", options->wait_retries);
   app->add_option("--drops", options->drops);
   app->add_flag("--hold-close", options->hold_close);
+  app->add_flag("--shuffle", options->faults.shuffle, "chunks leave in random order");
+  app->add_flag("--twice", options->faults.twice, "every chunk is sent twice");
   app->add_option("--data-streams", options->trainer.data_streams);
   app->add_option("--chunk-bytes", options->trainer.chunk_bytes);
   app->add_option("--connect-timeout", options->connect_s);
