@@ -255,8 +255,10 @@ absl::StatusOr<Layout> Layout::Create(const TrainerOptions& options,
     STIEFEL_RETURN_IF_ERROR(layout.AddParameter(parameter));
   }
   STIEFEL_RETURN_IF_ERROR(layout.CheckMatrices());
-  if (options.push.empty()) layout.options_.push = WholePushBlocks(parameters);
-  if (options.pull.empty()) layout.options_.pull = WholePullBlocks(parameters);
+  if (options.whole_if_empty && options.push.empty())
+    layout.options_.push = WholePushBlocks(parameters);
+  if (options.whole_if_empty && options.pull.empty())
+    layout.options_.pull = WholePullBlocks(parameters);
   for (const PushBlock& wanted : layout.options_.push) {
     LayoutBlock block;
     STIEFEL_RETURN_IF_ERROR(layout.ResolveBlock(wanted.parameter, wanted.rect, &block));

@@ -56,7 +56,7 @@ class Layout {
  public:
   // INVALID_ARGUMENT names the field and its value: options, what ShapeOfParameter and ValidatePair
   // refuse, a rule that reads weights in DELTA mode, blocks outside their parameter. Empty block
-  // lists become whole parameters.
+  // lists become whole parameters if the options say so.
   static absl::StatusOr<Layout> Create(const TrainerOptions& options,
                                        const std::vector<ParameterSpec>& parameters);
 

@@ -49,6 +49,21 @@ TEST(LayoutTest, BlocksByName) {
   EXPECT_EQ(layout->Describe(layout->push()[1]), "\"a\" [4:7, 0:3]");
 }
 
+// A rank may hold nothing of a sharded model (one of 16, of 7 rows), or pull nothing because
+// another one pulls for it: that must not turn into whole parameters.
+TEST(LayoutTest, NoBlocksCanBeMeant) {
+  TrainerOptions options;
+  options.servers = {"s:1"};
+  options.run = "r";
+  options.whole_if_empty = false;
+  options.push = RowPushBlocks(Model(), 0, 16);
+  ASSERT_TRUE(options.push.empty());
+  const auto layout = Layout::Create(options, Model());
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  EXPECT_EQ(layout->push().size() + layout->pull().size(), 0u);
+  EXPECT_EQ(layout->JoinRequest().push_size() + layout->JoinRequest().pull_size(), 0);
+}
+
 ParameterSpec Stack(const std::string& name, std::vector<int64_t> shape, int stack_dims,
                     const std::string& preset = "muon") {
   ParameterSpec stack;

@@ -104,10 +104,10 @@ struct TrainerOptions {
   int32_t rank = 0;
   int32_t world_size = 1;
   UpdateMode mode = UpdateMode::kDelta;
-  // Empty: whole parameters. At most one of several ranks need push an element; all that do are
-  // averaged or summed.
+  // At most one of several ranks need push an element; all that do are averaged or summed.
   std::vector<PushBlock> push;
   std::vector<PullBlock> pull;
+  bool whole_if_empty = true;  // an empty list stands for whole parameters; false: for no blocks
   // The last step that this trainer's weights have in them. Unset (WEIGHTS mode): it has none and
   // pulls them first (PullWeights).
   std::optional<int64_t> applied_step = 0;
