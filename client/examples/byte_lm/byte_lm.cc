@@ -68,6 +68,13 @@ void AddFlags(CLI::App* app, TrainingOptions* options, std::string* json_path) {
                   "key=value: an option of that rule; may be repeated")
       ->take_all();
   app->add_option("--steps", options->steps, "steps to train")->capture_default_str();
+  app->add_option("--stop-after", options->stop_after,
+                  "the last step, where it is not the one that learning rates are planned for");
+  app->add_flag("--rejoin", options->rejoin,
+                "with --mode=weights: go on from the servers' weights, whatever their step");
+  app->add_option("--step-timeout", options->step_timeout_seconds,
+                  "seconds until a step that misses somebody is dropped")
+      ->capture_default_str();
   app->add_option("--batch", options->batch, "examples per step, over all ranks")
       ->capture_default_str();
   app->add_option("--lr", options->hidden_lr,

@@ -38,6 +38,19 @@ absl::Status CheckOptions(const TrainingOptions& options) {
         absl::StrCat("context ", options.shape.context, ", embedding ", options.shape.embedding,
                      ", hidden ", options.shape.hidden, ": each must be at least 1"));
   }
+  if (!(options.step_timeout_seconds > 0)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a step timeout of ", options.step_timeout_seconds, " s is not positive"));
+  }
+  if (options.stop_after < 0 || options.stop_after > options.steps) {
+    return absl::InvalidArgumentError(absl::StrCat("the last step ", options.stop_after,
+                                                   " is not within [1, ", options.steps,
+                                                   "], the planned ones"));
+  }
+  if (options.rejoin && options.mode != UpdateMode::kWeights) {
+    return absl::InvalidArgumentError(
+        "rejoining takes the weights from the servers, which hold them in mode weights only");
+  }
   return absl::OkStatus();
 }
 
@@ -97,8 +110,14 @@ class Training {
   absl::StatusOr<TrainingReport> Run();
 
  private:
+  absl::Status ConnectExchange();
   absl::Status Join();
   absl::Status GiveInitialWeights();
+  absl::Status TakeServersWeights();
+  int64_t LastStep() const {
+    return options_.stop_after > 0 ? options_.stop_after : options_.steps;
+  }
+  std::vector<MutableTensorView> AllWeights();
   absl::Status Steps();
   // One attempt: the outcome is in *outcome, the loss of this rank's part in *loss.
   absl::Status Attempt(int64_t step, StepOutcome* outcome, double* loss);
@@ -120,18 +139,25 @@ class Training {
 absl::StatusOr<TrainingReport> Training::Run() {
   STIEFEL_RETURN_IF_ERROR(Join());
   if (trainer_->weights_needed()) STIEFEL_RETURN_IF_ERROR(GiveInitialWeights());
+  if (options_.rejoin) STIEFEL_RETURN_IF_ERROR(TakeServersWeights());
   STIEFEL_RETURN_IF_ERROR(Steps());
   STIEFEL_RETURN_IF_ERROR(Finish());
   return report_;
 }
 
-absl::Status Training::Join() {
+absl::Status Training::ConnectExchange() {
   ExchangeOptions exchange;
   exchange.rank = options_.rank;
   exchange.world_size = options_.world_size;
   exchange.address = options_.exchange_address;
   exchange.listen_fd = options_.exchange_fd;
   STIEFEL_ASSIGN_OR_RETURN(exchange_, Exchange::Connect(exchange));
+  return absl::OkStatus();
+}
+
+// Replicated ranks exchange nothing before the end, so that until then each may be replaced alone.
+absl::Status Training::Join() {
+  if (options_.layout == Layout::kRows) STIEFEL_RETURN_IF_ERROR(ConnectExchange());
 
   STIEFEL_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs,
                            Specs(options_, model_.parameters()));
@@ -147,6 +173,8 @@ absl::Status Training::Join() {
                      ? RowPushBlocks(specs, options_.rank, options_.world_size)
                      : WholePushBlocks(specs);
   trainer.pull = WholePullBlocks(specs);
+  trainer.step_timeout = absl::Seconds(options_.step_timeout_seconds);
+  if (options_.rejoin) trainer.applied_step.reset();
   STIEFEL_ASSIGN_OR_RETURN(trainer_, Trainer::Connect(trainer, specs));
   return absl::OkStatus();
 }
@@ -155,11 +183,23 @@ MutableTensorView WeightsOf(ModelParameter& parameter) {
   return {parameter.weights.data(), ElementType::kFp32, {parameter.rows * parameter.cols}, {}};
 }
 
+std::vector<MutableTensorView> Training::AllWeights() {
+  std::vector<MutableTensorView> weights;
+  for (ModelParameter& parameter : model_.parameters()) weights.push_back(WeightsOf(parameter));
+  return weights;
+}
+
 absl::Status Training::GiveInitialWeights() {
   for (ModelParameter& parameter : model_.parameters()) {
     STIEFEL_RETURN_IF_ERROR(trainer_->InitWeights(parameter.name, WeightsOf(parameter)));
   }
   return absl::OkStatus();
+}
+
+absl::Status Training::TakeServersWeights() {
+  STIEFEL_RETURN_IF_ERROR(trainer_->PullWeights().status());
+  STIEFEL_RETURN_IF_ERROR(trainer_->ApplyAll(AllWeights()));
+  return trainer_->Done();
 }
 
 StepOptions Training::CommonFields(int64_t step) const {
@@ -204,9 +244,7 @@ absl::Status Training::Attempt(int64_t step, StepOutcome* outcome, double* loss)
   STIEFEL_RETURN_IF_ERROR(trainer_->EndPush());
   STIEFEL_ASSIGN_OR_RETURN(*outcome, trainer_->Wait());
   if (outcome->outcome == Outcome::kCommit) {
-    std::vector<MutableTensorView> weights;
-    for (ModelParameter& parameter : model_.parameters()) weights.push_back(WeightsOf(parameter));
-    STIEFEL_RETURN_IF_ERROR(trainer_->ApplyAll(weights));
+    STIEFEL_RETURN_IF_ERROR(trainer_->ApplyAll(AllWeights()));
   }
   AddTimings();
   return trainer_->Done();
@@ -222,10 +260,10 @@ void Training::AddTimings() {
 }
 
 absl::Status Training::Steps() {
-  Progress progress(options_.rank == 0, options_.steps);
+  Progress progress(options_.rank == 0, LastStep());
   const double begin = Seconds();
   int drops_in_a_row = 0;
-  for (int64_t step = trainer_->next_step(); step <= options_.steps;) {
+  for (int64_t step = trainer_->next_step(); step <= LastStep();) {
     StepOutcome outcome;
     double loss = 0;
     STIEFEL_RETURN_IF_ERROR(Attempt(step, &outcome, &loss));
@@ -249,7 +287,7 @@ absl::Status Training::Steps() {
       progress.HeldOut(BitsPerByte(0, std::min(kEvaluationSample, text_.held_out_count())));
     }
     progress.Step(step, report_.loss, (Seconds() - begin) * 1e3 / static_cast<double>(step),
-                  trainer_->timings(), look || step == options_.steps);
+                  trainer_->timings(), look || step == LastStep());
     ++step;
   }
   report_.training_seconds = Seconds() - begin;
@@ -268,6 +306,7 @@ double Training::BitsPerByte(int64_t first, int64_t count) {
 
 // The held-out text is shared out over the ranks, and so is the word on whether the copies agree.
 absl::Status Training::Finish() {
+  if (exchange_ == nullptr) STIEFEL_RETURN_IF_ERROR(ConnectExchange());
   const Share part = ShareOf(text_.held_out_count(), options_.rank, options_.world_size);
   const int64_t count = part.end - part.begin;
   STIEFEL_ASSIGN_OR_RETURN(const std::vector<double> bits,
@@ -275,15 +314,15 @@ absl::Status Training::Finish() {
   for (double rank_bits : bits) report_.bits_per_byte += rank_bits;
   report_.bits_per_byte /= static_cast<double>(text_.held_out_count());
 
-  report_.steps = options_.steps;
-  const double steps = static_cast<double>(options_.steps);
+  report_.steps = LastStep();
+  const double steps = static_cast<double>(LastStep());
   report_.step_ms = report_.training_seconds * 1e3 / steps;
   for (double* sum : {&report_.compute_ms, &report_.exchange_ms, &report_.push_ms, &report_.wait_ms,
                       &report_.apply_ms}) {
     *sum /= steps;
   }
-  report_.bytes_pushed_per_step /= options_.steps;
-  report_.bytes_pulled_per_step /= options_.steps;
+  report_.bytes_pushed_per_step /= LastStep();
+  report_.bytes_pulled_per_step /= LastStep();
 
   report_.weights_hash = model_.WeightsHash();
   STIEFEL_ASSIGN_OR_RETURN(const std::vector<uint64_t> hashes,
@@ -293,7 +332,7 @@ absl::Status Training::Finish() {
   if (options_.rank == 0) {
     STIEFEL_ASSIGN_OR_RETURN(
         const ServerFigures figures,
-        CollectFigures(options_.servers, options_.run, options_.steps, absl::Seconds(30)));
+        CollectFigures(options_.servers, options_.run, LastStep(), absl::Seconds(30)));
     report_.state_hash = figures.state_hash;
     report_.server_compute_ms_per_step = figures.compute_seconds * 1e3 / steps;
     report_.server_resident_bytes = figures.resident_bytes;

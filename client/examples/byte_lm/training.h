@@ -34,7 +34,10 @@ struct TrainingOptions {
   std::string preset = "periodic_rowwise_muon";
   std::vector<std::string> rule_options;  // key=value: options of it, in order
   DType wire = DType::kFp32;
-  int64_t steps = 700;
+  int64_t steps = 700;     // that the learning rates are planned for
+  int64_t stop_after = 0;  // the last step that is trained; 0: steps
+  bool rejoin = false;     // weights mode: go on from the servers' weights, whatever their step
+  double step_timeout_seconds = 60;
   int64_t batch = 1024;         // examples per step, over all ranks
   double hidden_lr = 0;         // peak; 0: that of the options, else a good one for the preset
   double adamw_lr = 0.002;      // peak, of embedding, output layer and biases
@@ -66,9 +69,10 @@ struct TrainingReport {
   int64_t bytes_pulled_per_step = 0;
 };
 
-// Trains one rank from fresh weights to the last step, showing progress on standard output at rank
-// 0. All ranks call it with options that differ in rank alone. Errors are those of Text, Exchange,
-// Trainer and CollectFigures, and INVALID_ARGUMENT for options that make no sense.
+// Trains one rank from fresh weights (or, to rejoin, from the servers') to the last step, showing
+// progress on standard output at rank 0. All ranks call it with options that differ in rank alone.
+// Errors are those of Text, Exchange, Trainer and CollectFigures, and INVALID_ARGUMENT for options
+// that make no sense.
 absl::StatusOr<TrainingReport> Train(const TrainingOptions& options);
 
 }  // namespace stiefel::byte_lm
