@@ -135,11 +135,14 @@ absl::Status MatrixStore::AllocateSteps(const std::vector<MatrixStore*>& stores,
     }
   }
   std::vector<int64_t> sizes;
-  for (const MatrixStore* store : stores) {
-    const int64_t element = DTypeSize(store->spec_->push_dtype);
+  std::vector<MatrixStore*> bare;
+  for (MatrixStore* store : stores) {
     int64_t gradient = 0;
     for (const PushRegion& region : regions[store->index_])
-      gradient += region.block.elements() * region.block.parts * element;
+      gradient +=
+          region.block.elements() * region.block.parts * DTypeSize(store->spec_->push_dtype);
+    if (store->HasSteps(twice, gradient)) continue;
+    bare.push_back(store);
     sizes.push_back(twice ? store->StateBytes(/*elementwise=*/true) : 0);
     sizes.push_back(store->StateBytes(/*elementwise=*/false));
     sizes.push_back(store->WeightBytes());
@@ -148,21 +151,25 @@ absl::Status MatrixStore::AllocateSteps(const std::vector<MatrixStore*>& stores,
   }
   STIEFEL_ASSIGN_OR_RETURN(auto buffers, AllocateTogether(backend, sizes));
   auto next = buffers.begin();
-  for (MatrixStore* store : stores) {
+  for (MatrixStore* store : bare) {
     const std::shared_ptr<SharedBuffer> staged = *next++;
     store->staged_ = twice ? staged : nullptr;
     store->staged_small_ = *next++;
     store->staged_weights_ = *next++;
     store->payload_ = *next++;
     store->gradient_ = *next++;
-    store->regions_ = std::move(regions[store->index_]);
-    char* data = store->gradient_->data();
-    for (PushRegion& region : store->regions_) {
-      region.data = data;
-      data += region.block.elements() * region.block.parts * DTypeSize(store->spec_->push_dtype);
-    }
   }
+  for (MatrixStore* store : stores) store->SetRegions(std::move(regions[store->index_]));
   return absl::OkStatus();
+}
+
+void MatrixStore::SetRegions(std::vector<PushRegion> regions) {
+  regions_ = std::move(regions);
+  char* data = gradient_->data();
+  for (PushRegion& region : regions_) {
+    region.data = data;
+    data += region.block.elements() * region.block.parts * DTypeSize(spec_->push_dtype);
+  }
 }
 
 char* MatrixStore::PieceTarget(int32_t region, int32_t part, int64_t offset) const {
@@ -376,6 +383,53 @@ HashInput MatrixStore::PinForHash() const {
     input.pins.push_back(SharedBuffer::Pin(weights_));
   }
   return input;
+}
+
+// State that is still as it was allocated is all zero, and not sent: its bytes count 0.
+StateImage MatrixStore::PinState() const {
+  StateImage image;
+  const auto add = [&image](const std::shared_ptr<SharedBuffer>& buffer, int64_t bytes) {
+    if (bytes == 0) return bytes;
+    image.spans.push_back({buffer->data(), bytes});
+    image.pins.push_back(SharedBuffer::Pin(buffer));
+    return bytes;
+  };
+  image.state.set_elementwise_bytes(zeroed_ ? add(state_, state_->bytes()) : 0);
+  image.state.set_small_bytes(add(small_state_, small_state_->bytes()));
+  image.state.set_weight_bytes(add(weights_, WeightBytes()));
+  image.state.set_commits(figures_.commits);
+  image.state.set_refreshes(figures_.refreshes);
+  image.state.set_last_refresh_step(figures_.last_refresh_step);
+  image.state.set_skips(figures_.skips);
+  return image;
+}
+
+absl::StatusOr<std::vector<MatrixStore::StateTarget>> MatrixStore::TargetsOf(
+    const v1::ShardState& state) {
+  const bool zero = state.elementwise_bytes() == 0;
+  if ((!zero && state.elementwise_bytes() != state_->bytes()) ||
+      state.small_bytes() != small_state_->bytes() || state.weight_bytes() != WeightBytes()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the state of \"", spec_->name, "\" is ", state_->bytes(), " bytes, ",
+        small_state_->bytes(), " small and ", WeightBytes(), " of weights; what was sent has ",
+        state.elementwise_bytes(), ", ", state.small_bytes(), " and ", state.weight_bytes()));
+  }
+  std::vector<StateTarget> targets;
+  const auto add = [&targets](const std::shared_ptr<SharedBuffer>& buffer, int64_t bytes) {
+    if (bytes > 0) targets.push_back({buffer->data(), bytes});
+  };
+  add(state_, state.elementwise_bytes());
+  add(small_state_, state.small_bytes());
+  add(weights_, state.weight_bytes());
+  return targets;
+}
+
+void MatrixStore::TakeState(const v1::ShardState& state) {
+  zeroed_ = state.elementwise_bytes() > 0;
+  figures_.commits = state.commits();
+  figures_.refreshes = state.refreshes();
+  figures_.last_refresh_step = state.last_refresh_step();
+  figures_.skips = state.skips();
 }
 
 }  // namespace stiefel

@@ -25,6 +25,7 @@
 #include "server/run_machine.h"
 #include "server/run_spec.h"
 #include "server/shared_buffer.h"
+#include "stiefel/v1/peer.pb.h"
 
 namespace stiefel {
 
@@ -101,6 +102,22 @@ struct HashInput {
   std::vector<std::shared_ptr<const void>> pins;
 };
 
+// The committed state of a matrix, for the server that gains it: what Peer.FetchState sends, in the
+// order in which it lies in the spans. Held as it is while the pins live.
+struct StateImage {
+  struct Span {
+    const char* data = nullptr;
+    int64_t bytes = 0;
+  };
+  v1::ShardState state;
+  std::vector<Span> spans;
+  std::vector<std::shared_ptr<const void>> pins;
+
+  int64_t bytes() const {
+    return state.elementwise_bytes() + state.small_bytes() + state.weight_bytes();
+  }
+};
+
 // XXH3 over the name, the state buffers and the weights.
 uint64_t HashMatrix(const HashInput& input);
 
@@ -112,8 +129,8 @@ class MatrixStore {
                                                              std::shared_ptr<Backend> backend);
 
   // All stores of a run get their memory together. First what lives as long as the run (state,
-  // weights), then, once everybody has joined, what steps need. RESOURCE_EXHAUSTED: nothing
-  // changed.
+  // weights), then, once everybody has joined, what steps need; a store that has it already, of
+  // these sizes, keeps it. RESOURCE_EXHAUSTED: nothing changed.
   static absl::Status AllocateState(const std::vector<MatrixStore*>& stores,
                                     const std::shared_ptr<Backend>& backend);
   static absl::Status AllocateSteps(const std::vector<MatrixStore*>& stores, Staging staging,
@@ -128,6 +145,11 @@ class MatrixStore {
   const std::optional<MatrixUpdate>& update() const { return update_; }
   const std::shared_ptr<SharedBuffer>& weights() const { return weights_; }
   const std::vector<PushRegion>& regions() const { return regions_; }
+  const std::shared_ptr<SharedBuffer>& gradient() const { return gradient_; }
+  // Of the state and weights that a StateImage may have.
+  int64_t CommittedBytes() const {
+    return StateBytes(/*elementwise=*/true) + StateBytes(/*elementwise=*/false) + WeightBytes();
+  }
 
   // Where a piece of a push block goes. REQUIRES: checked by the run's machine.
   char* PieceTarget(int32_t region, int32_t part, int64_t offset) const;
@@ -155,15 +177,39 @@ class MatrixStore {
 
   HashInput PinForHash() const;
 
+  // The state after the last decided step. REQUIRES: nothing is absorbed while the pins live.
+  StateImage PinState() const;
+  // Where bytes of a StateImage go, in order; memory of this store. REQUIRES: AllocateState, and no
+  // step yet. INVALID_ARGUMENT, with both sizes: it is not the state of this matrix.
+  struct StateTarget {
+    char* data = nullptr;
+    int64_t bytes = 0;
+  };
+  absl::StatusOr<std::vector<StateTarget>> TargetsOf(const v1::ShardState& state);
+  // All of them are filled: from here on the store is as the one that the state came from.
+  void TakeState(const v1::ShardState& state);
+
+  // The same matrix in a later placement. REQUIRES: no job is under way, nothing is staged.
+  void Moved(const MatrixSpec* spec) {
+    FreeUpdate();
+    staged_step_.reset();
+    spec_ = spec;
+  }
+
  private:
   MatrixStore(int32_t index, const MatrixSpec* spec, bool weights_mode,
               std::shared_ptr<Backend> backend)
-      : index_(index), spec_(spec), weights_mode_(weights_mode), backend_(std::move(backend)) {}
+      : index_(index), weights_mode_(weights_mode), backend_(std::move(backend)), spec_(spec) {}
 
   bool sends_staged_weights() const { return weights_mode_ && spec_->pull_dtype == DType::kFp32; }
   int64_t StateBytes(bool elementwise) const;
   int64_t WeightBytes() const;
   int64_t PayloadBytes() const;
+  bool HasSteps(bool twice, int64_t gradient_bytes) const {
+    return gradient_ != nullptr && gradient_->bytes() == gradient_bytes &&
+           (staged_ != nullptr) == twice;
+  }
+  void SetRegions(std::vector<PushRegion> regions);
   // One pointer for each of the rule's buffers, null for those whose memory is not given.
   std::vector<float*> StatePointers(const SharedBuffer* elementwise,
                                     const SharedBuffer* small) const;
@@ -175,10 +221,11 @@ class MatrixStore {
 
   // Constant after construction.
   const int32_t index_;
-  const MatrixSpec* const spec_;
   const bool weights_mode_;
   const std::shared_ptr<Backend> backend_;
   std::unique_ptr<MatrixRule> rule_;
+
+  const MatrixSpec* spec_;
 
   // The rule's state: the element-wise buffers one after the other, and the small ones likewise.
   std::shared_ptr<SharedBuffer> state_, small_state_;

@@ -212,5 +212,50 @@ TEST(MatrixStoreTest, NonFiniteUpdatesAreNotSent) {
             "16 non-finite gradient elements in w, pushed by rank 0");
 }
 
+// What a server hands over is all that the next step needs: both stores go on alike.
+TEST(MatrixStoreTest, StateMovesToAnotherStore) {
+  for (const char* preset : {"muon", "adamw", "periodic_rowwise_muon", "sgd"}) {
+    for (const Staging staging : {Staging::kDouble, Staging::kLazy}) {
+      for (const bool weights : {false, true}) {
+        Store from(Spec(12, 20, preset, DType::kFp32), staging, weights);
+        Store to(Spec(12, 20, preset, DType::kFp32), Staging::kDouble, weights);
+        if (weights) std::memset(from->weights()->data(), 0, from->weights()->bytes());
+        for (int64_t step = 1; step <= 3; ++step) {
+          from.Compute(step, 0.5f + static_cast<float>(step));
+          from.Commit(step);
+        }
+        const StateImage image = from->PinState();
+        const auto targets = to->TargetsOf(image.state);
+        ASSERT_TRUE(targets.ok()) << targets.status();
+        ASSERT_EQ(targets->size(), image.spans.size());
+        for (size_t i = 0; i < targets->size(); ++i) {
+          ASSERT_EQ((*targets)[i].bytes, image.spans[i].bytes);
+          std::memcpy((*targets)[i].data, image.spans[i].data, image.spans[i].bytes);
+        }
+        to->TakeState(image.state);
+        EXPECT_EQ(to.Hash(), from.Hash()) << preset;
+        EXPECT_EQ(to->figures().commits, 3);
+        for (Store* store : {&from, &to}) {
+          store->Compute(4, -1);
+          store->Commit(4);
+        }
+        EXPECT_EQ(to.Hash(), from.Hash()) << preset;
+      }
+    }
+  }
+}
+
+TEST(MatrixStoreTest, StateOfAnotherShapeIsRefused) {
+  Store from(Spec(4, 6, "muon", DType::kFp32), Staging::kDouble);
+  Store to(Spec(4, 8, "muon", DType::kFp32), Staging::kDouble);
+  EXPECT_TRUE(to->TargetsOf(from->PinState().state).ok());  // nothing but zeros yet
+  from.Compute(1, 1);
+  from.Commit(1);
+  const auto targets = to->TargetsOf(from->PinState().state);
+  EXPECT_EQ(targets.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(targets.status().message().find("is 128 bytes"), absl::string_view::npos)
+      << targets.status();
+}
+
 }  // namespace
 }  // namespace stiefel
