@@ -70,10 +70,17 @@ struct ProtocolPolicy {
   bool hold_ahead = true;       // 11: BeginStep ahead of the record is held
   bool keep_deltas =
       true;  // 11: deltas are freed only when every living rank has begun the next step
-  bool take_over_all = true;   // 12: the new leader decides nothing before all servers accepted it
-  bool complete_found = true;  // 13: the new leader completes a decision or rescale found anywhere
+  bool take_over_all = true;    // 12: the new leader decides nothing before all servers accepted it
+  bool complete_found = true;   // 13: the new leader completes a decision or rescale found anywhere
+  bool complete_switch = true;  // 13: and a Switch found anywhere
+  bool cancel_found = true;     // 13: else it cancels every Prepare
   bool release_timeout =
-      true;  // 14: a run without leases keeps its records for the takeover timeout
+      true;                  // 14: a run without leases keeps its records for the takeover timeout
+  bool decide_first = true;  // 15: what is sealed is decided before the placement changes
+  bool fresh_epochs = true;  // 15: an epoch number that was prepared is never used again
+  bool withhold_begin = true;  // 16: the leader begins no step between Prepare and the last answer
+  bool prepare_all = true;     // 16: Switch waits until every server is prepared
+  bool applied_first = true;   // 16: and a server until all ranks have applied the step before
 };
 
 }  // namespace stiefel

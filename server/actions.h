@@ -4,6 +4,7 @@
 #define STIEFEL_SERVER_ACTIONS_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <variant>
 #include <vector>
@@ -13,6 +14,9 @@
 #include "stiefel/v1/optimizer.pb.h"
 
 namespace stiefel {
+
+class RunSpec;
+
 namespace action {
 
 // On the control stream of this incarnation of the rank; discarded where it has none (it is sent
@@ -77,6 +81,31 @@ struct Fence {
   Incarnation older;
 };
 
+// ---- change of placement (rules 15 and 16)
+
+// `next` is prepared: make room for the shards that this server gains, and fetch their state as of
+// `after_step` from their owners in the placement in force. Then report OnPrepared, also where
+// nothing is gained.
+struct FetchState {
+  std::shared_ptr<const RunSpec> next;
+  int64_t after_step;
+};
+
+// What was prepared for this epoch is not wanted any more: stop fetching, free it. No OnPrepared.
+struct DropPrepared {
+  int64_t epoch;
+};
+
+// The prepared placement is in force: what was fetched comes in, lost shards go out, and all
+// streams are closed, after what was sent before this. What was received for (step, attempt) is
+// discarded: report OnSettled with both when nothing reads or writes gradient buffers any more.
+// Null: this server has no part in the new placement.
+struct SwitchPlacement {
+  std::shared_ptr<const RunSpec> next;
+  int64_t step;
+  int32_t attempt;
+};
+
 // The run is over: release everything.
 struct EndRun {
   std::string reason;
@@ -84,9 +113,10 @@ struct EndRun {
 
 }  // namespace action
 
-using Action = std::variant<action::SendControl, action::AnswerJoin, action::GrantCredit,
-                            action::Compute, action::Publish, action::Resend, action::Finish,
-                            action::FreeDeltas, action::Fence, action::EndRun>;
+using Action =
+    std::variant<action::SendControl, action::AnswerJoin, action::GrantCredit, action::Compute,
+                 action::Publish, action::Resend, action::Finish, action::FreeDeltas, action::Fence,
+                 action::FetchState, action::DropPrepared, action::SwitchPlacement, action::EndRun>;
 using Actions = std::vector<Action>;
 
 }  // namespace stiefel

@@ -209,6 +209,9 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
   void Do(action::Finish& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Do(action::FreeDeltas& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Do(action::Fence& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::FetchState& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::DropPrepared& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(action::SwitchPlacement& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Do(action::EndRun& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool Current(const StepKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RunCompute(MatrixJob job, int32_t matrix, const absl::Status& ready, Stream* stream,

@@ -276,6 +276,17 @@ void RunHost::Do(action::Fence& action, Turn* turn) {
   }
 }
 
+// State does not move between servers yet: the leader hears so and cancels, and nothing is
+// switched.
+void RunHost::Do(action::FetchState& action, Turn* turn) {
+  machine_.OnPrepared(action.next->opened().placement_epoch(),
+                      absl::UnimplementedError("this server does not move state"), &turn->actions);
+}
+
+void RunHost::Do(action::DropPrepared&, Turn*) {}
+
+void RunHost::Do(action::SwitchPlacement&, Turn*) {}
+
 void RunHost::Do(action::EndRun& action, Turn*) {
   spdlog::info("{}", action.reason);
   CloseStreams(absl::FailedPreconditionError(action.reason));

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "common/errors.h"
+#include "common/status.h"
 #include "google/protobuf/io/coded_stream.h"
 #include "google/protobuf/io/zero_copy_stream_impl_lite.h"
 
@@ -45,6 +46,16 @@ RunMachine::RunMachine(std::shared_ptr<const RunSpec> spec, int64_t now, Protoco
   pushers_.resize(spec_->matrices().size());
   ranks_[0].incarnation = leader_;
   consumed_ = spec_->opened().start_step() - 1;
+  if (spec_->opened().has_moves_in()) {
+    const v1::Prepare& in_force = spec_->opened().moves_in();
+    epoch_ = in_force.placement().epoch();
+    consumed_ = in_force.after_step();
+    incoming_ = true;
+    prepare_ = in_force;
+    *prepare_->mutable_placement() = spec_->placement();
+    next_ = spec_;
+  }
+  largest_epoch_ = spec_->opened().placement_epoch();
   for (RankState& rank : ranks_) rank.applied = consumed_;
   weights_ready_ = !spec_->weights_mode();
   ranks_[0].lease_end = now + spec_->lease();
@@ -99,8 +110,8 @@ void RunMachine::SendDecided(int32_t rank, const v1::Decide& decision, Actions* 
   Send(rank, std::move(message), actions);
 }
 
-// Rules 1 and 2: who speaks, for which run, under which placement.
-absl::Status RunMachine::CheckSender(const v1::Sender& sender) const {
+// Rules 1 and 2: who speaks, for which run.
+absl::Status RunMachine::CheckIdentity(const v1::Sender& sender) const {
   if (!failure_.ok()) return failure_;
   if (ended_)
     return absl::FailedPreconditionError(
@@ -112,10 +123,6 @@ absl::Status RunMachine::CheckSender(const v1::Sender& sender) const {
   }
   if (sender.rank() < 0 || sender.rank() >= spec_->world_size())
     return IndexOutOfRange("rank", sender.rank(), spec_->world_size());
-  if (sender.placement_epoch() != epoch_) {
-    return PlacementEpochMismatch(absl::StrCat("message of rank ", sender.rank()),
-                                  sender.placement_epoch(), epoch_);
-  }
   const Incarnation theirs(sender.incarnation());
   const Incarnation& current = ranks_[sender.rank()].incarnation;
   if (theirs == current) return absl::OkStatus();
@@ -127,6 +134,20 @@ absl::Status RunMachine::CheckSender(const v1::Sender& sender) const {
   }
   return StaleIncarnation(sender.rank(), theirs.generation, theirs.id, current.generation,
                           current.id);
+}
+
+// And under which placement. UNAVAILABLE: it has not heard of the one in force.
+absl::Status RunMachine::CheckSender(const v1::Sender& sender) const {
+  STIEFEL_RETURN_IF_ERROR(CheckIdentity(sender));
+  if (sender.placement_epoch() == epoch_) return absl::OkStatus();
+  if (Outdated(sender)) {
+    return absl::UnavailableError(absl::StrCat("run \"", spec_->opened().name(),
+                                               "\" moved to placement ", epoch_, " after step ",
+                                               moved_->after_step(), "; rank ", sender.rank(),
+                                               " speaks under ", sender.placement_epoch()));
+  }
+  return PlacementEpochMismatch(absl::StrCat("message of rank ", sender.rank()),
+                                sender.placement_epoch(), epoch_);
 }
 
 void RunMachine::Fail(const absl::Status& why, Actions* actions) {
@@ -151,7 +172,14 @@ void RunMachine::EndRun(const std::string& reason, Actions* actions) {
 absl::StatusOr<bool> RunMachine::OnClose(const v1::CloseRunRequest& request, int64_t now,
                                          Actions* actions) {
   if (ended_) return true;
-  if (absl::Status known = CheckSender(request.sender()); !known.ok()) return known;
+  // Under whatever placement: who leaves needs no newer one.
+  if (absl::Status known = CheckIdentity(request.sender()); !known.ok()) return known;
+  if (away_) {
+    if (request.sender().rank() == 0)
+      EndRun(absl::StrCat("run \"", spec_->opened().name(), "\" moved away after step ", consumed_),
+             actions);
+    return true;
+  }
   RankState& rank = ranks_[request.sender().rank()];
   rank.closed = true;
   rank.joined = false;
@@ -165,7 +193,7 @@ absl::StatusOr<bool> RunMachine::OnClose(const v1::CloseRunRequest& request, int
 
 void RunMachine::OnDrain(int64_t now, Actions* actions) {
   draining_ = true;
-  if (!attempt_.sealed() && attempt_.deadline != 0) {
+  if (!attempt_.sealed() && attempt_.deadline != 0 && !prepared_) {
     DropAttempt(
         absl::StrCat("step ", attempt_.step, " attempt ", attempt_.attempt, ": server ",
                      spec_->opened().server_index(), " (",
@@ -184,6 +212,8 @@ std::string RunMachine::RankList(const std::vector<int32_t>& ranks) const {
 std::string RunMachine::PhaseName() const {
   if (!failure_.ok()) return "failed";
   if (ended_) return "ended";
+  if (away_) return "moved away";
+  if (prepare_) return "moving";
   if (!MissingJoins().empty() && !all_joined_once_) return "joining";
   if (attempt_.drop) return "dropping";
   if (attempt_.vote1) return "voted again";
@@ -194,7 +224,8 @@ std::string RunMachine::PhaseName() const {
 }
 
 std::string RunMachine::Awaited() const {
-  if (ended_) return "";
+  if (ended_ || away_) return "";
+  if (prepare_) return AwaitedByMove();
   if (const std::vector<int32_t> missing = MissingJoins(); !missing.empty())
     return absl::StrCat("JoinRun of ", RankList(missing));
   if (attempt_.drop || attempt_.vote1 || (attempt_.vote0 && !attempt_.rescale))
@@ -206,7 +237,7 @@ std::string RunMachine::Awaited() const {
 
 std::string RunMachine::CanonicalBytes() const {
   std::string out = absl::StrCat(
-      epoch_, "/", consumed_, "/", kept_step_, settled_ ? "s" : "-", weights_ready_ ? "w" : "-",
+      epoch_, "/", consumed_, "/", kept_step_, unsettled_ ? "-" : "s", weights_ready_ ? "w" : "-",
       ended_ ? "e" : "-", draining_ ? "d" : "-", all_joined_once_ ? "j" : "-",
       failure_.ok() ? "" : "F", "/L", leader_.generation, ".", leader_.id);
   for (const RankState& rank : ranks_) {
@@ -233,6 +264,7 @@ std::string RunMachine::CanonicalBytes() const {
   AppendOptional("la", last_attempt_, &out);
   for (const PendingJoin& pending : pending_joins_)
     absl::StrAppend(&out, "|p", pending.token, Bytes(pending.request));
+  AppendMove(&out);
   return out;
 }
 

@@ -13,8 +13,15 @@
 //   5. Decide of the leader              -> recorded (rule 8), taken in (Finish), told to all ranks
 //   (Decided)
 //   6. OnSettled                         -> credits of the next attempt may be granted
+// The walk of a change of placement (rules 15 and 16):
+//   1. Prepare of the leader (or a run opened with moves_in) -> FetchState
+//   2. OnPrepared, the step before decided, nothing sealed, every other rank has applied it ->
+//   EpochAck{PREPARED}; from here on nothing is sealed and joins wait
+//   3. Switch of the leader -> Moved to all ranks, SwitchPlacement; all ranks join again. Or
+//   CancelPrepare -> DropPrepared, and the run goes on
 // Files: run_machine.cc (life of the run, records), run_machine_join.cc (joins, takeover, leases),
-// run_machine_step.cc (1, 2 and 6 of the walk), run_machine_decide.cc (3 to 5).
+// run_machine_step.cc (1, 2 and 6 of the walk), run_machine_decide.cc (3 to 5), run_machine_move.cc
+// (changes of placement).
 #ifndef STIEFEL_SERVER_RUN_MACHINE_H_
 #define STIEFEL_SERVER_RUN_MACHINE_H_
 
@@ -109,6 +116,9 @@ class RunMachine {
   using Admission = std::function<absl::Status(const std::vector<RankState>& ranks)>;
   void set_admission(Admission admission) { admission_ = std::move(admission); }
 
+  // First of all: a server that comes into a run under way starts to fetch.
+  void OnOpened(Actions* actions);
+
   // ---- calls
 
   // Rule 12. ALREADY_EXISTS while the old leader lives; FAILED_PRECONDITION for a smaller
@@ -154,6 +164,13 @@ class RunMachine {
   // Initial weights cover every matrix of this server (WEIGHTS mode).
   void OnWeightsReady(Actions* actions);
 
+  // ---- change of placement
+  // What FetchState asked for under this epoch is here. `status` non-OK: it cannot be had.
+  void OnPrepared(int64_t epoch, const absl::Status& status, Actions* actions);
+  // An operator, or this server's own end, asks for another placement: the leader hears of it until
+  // the placement agrees.
+  void OnReplanAsked(const v1::ReplanAsked& asked, Actions* actions);
+
   // ---- time
   // Call about four times a second. A late call (the process was frozen) first extends every
   // deadline by the gap.
@@ -181,6 +198,12 @@ class RunMachine {
   const std::optional<v1::Decide>& last_attempt() const { return last_attempt_; }
   // Step whose deltas are kept; 0: none.
   int64_t kept_step() const { return kept_step_; }
+  // A change of placement that is neither switched nor cancelled here.
+  const std::optional<v1::Prepare>& prepare() const { return prepare_; }
+  // The last change of placement; unset: none yet.
+  const std::optional<v1::Moved>& moved() const { return moved_; }
+  // This server has no part in the placement in force: it only tells where the run went.
+  bool away() const { return away_; }
   bool ended() const { return ended_; }
   bool draining() const { return draining_; }
   bool weights_ready() const { return weights_ready_; }
@@ -207,6 +230,7 @@ class RunMachine {
   void SendToAll(const v1::ServerMessage& message, Actions* actions) const;
   void Refuse(int32_t rank, const Incarnation& to, const absl::Status& why, int64_t step,
               int32_t attempt, bool fenced, Actions* actions) const;
+  absl::Status CheckIdentity(const v1::Sender& sender) const;
   absl::Status CheckSender(const v1::Sender& sender) const;
   void Fail(const absl::Status& why, Actions* actions);
   void EndRun(const std::string& reason, Actions* actions);
@@ -215,6 +239,7 @@ class RunMachine {
   std::string RankList(const std::vector<int32_t>& ranks) const;
 
   // run_machine_join.cc
+  absl::Status CheckJoinHeader(const v1::JoinRunRequest& request) const;
   absl::Status Admit(const v1::JoinRunRequest& request, int64_t now, Actions* actions);
   absl::Status CheckJoinIdentity(const v1::JoinRunRequest& request, int64_t now) const;
   // OK: accepted; UNAVAILABLE: wait for a decision; else refused (rule 3).
@@ -250,6 +275,29 @@ class RunMachine {
   void SendSeal(Actions* actions) const;
   std::string Missing() const;
 
+  // run_machine_move.cc
+  // A known life that has not heard of the placement in force.
+  bool Outdated(const v1::Sender& sender) const;
+  // Joins wait: this server is not in the run yet, or said that it is prepared to leave the
+  // placement in force.
+  bool HoldsJoins() const { return prepared_ || incoming_; }
+  void OnEpochMessage(const v1::TrainerMessage& message, int64_t now, Actions* actions);
+  void OnPrepare(const v1::Prepare& prepare, Actions* actions);
+  absl::Status CheckPrepare(const v1::Prepare& prepare) const;
+  void MaybePrepared(Actions* actions);
+  bool ReadyToMove() const;
+  void OnCancelPrepare(int64_t epoch, int64_t now, Actions* actions);
+  void OnSwitch(int64_t epoch, int64_t now, Actions* actions);
+  void StartAnew(int64_t now, Actions* actions);
+  void SendEpochAck(int64_t epoch, v1::EpochAck::State state, const std::string& reason,
+                    Actions* actions) const;
+  void SendPrepareState(Actions* actions) const;
+  void SendMoved(int32_t rank, const Incarnation& to, Actions* actions) const;
+  void SendReplanAsked(Actions* actions) const;
+  v1::OpenRunRequest OpenedNow() const;
+  std::string AwaitedByMove() const;
+  void AppendMove(std::string* out) const;
+
   std::shared_ptr<const RunSpec> spec_;
   ProtocolPolicy policy_;
   Admission admission_;
@@ -268,7 +316,20 @@ class RunMachine {
   std::optional<v1::Decide> last_consumed_;
   std::optional<v1::Decide> last_attempt_;
   int64_t kept_step_ = 0;
-  bool settled_ = true;  // nothing reads or writes the gradient buffers of an ended attempt
+  // (step, attempt) that ended while its gradient buffers may still be read or written.
+  std::optional<std::pair<int64_t, int32_t>> unsettled_;
+
+  // Change of placement. Cleared by Switch and CancelPrepare, but for the last three.
+  std::optional<v1::Prepare> prepare_;
+  std::shared_ptr<const RunSpec> next_;  // null: this server leaves
+  bool incoming_ = false;                // not in the run before the Switch
+  bool fetched_ = false;
+  bool prepared_ = false;        // said so
+  std::string prepare_failure_;  // of FAILED
+  int64_t largest_epoch_ = 0;    // ever in force or prepared (rule 15)
+  std::optional<v1::Moved> moved_;
+  bool away_ = false;
+  std::optional<v1::ReplanAsked> replan_;
 
   bool ended_ = false;
   bool draining_ = false;

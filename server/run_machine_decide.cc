@@ -200,6 +200,7 @@ std::string RunMachine::Missing() const {
 void RunMachine::OnStepDeadline(int64_t now, Actions* actions) {
   if (attempt_.deadline == 0) return;
   attempt_.deadline = now + spec_->step_timeout();
+  if (prepared_) return;
   const bool was_sealed = attempt_.sealed();
   std::string why = absl::StrCat("step ", attempt_.step, " attempt ", attempt_.attempt, ": ");
   if (!was_sealed || !policy_.seal_on_vote) {
@@ -315,7 +316,7 @@ void RunMachine::Record(const v1::Decide& decision, int64_t now, Actions* action
     last_consumed_ = decision;
     kept_step_ = decision.outcome() == v1::COMMIT ? decision.step() : 0;
   }
-  settled_ = false;
+  unsettled_ = {decision.step(), decision.attempt()};
   actions->push_back(action::Finish{decision});
   if (decision.outcome() == v1::DROP) {
     ResetAttempt(decision.step(), decision.attempt() + 1);
@@ -331,6 +332,7 @@ void RunMachine::Record(const v1::Decide& decision, int64_t now, Actions* action
   }
   AnswerReadyJoins(now, actions);
   ReplayHeld(now, actions);
+  MaybePrepared(actions);
 }
 
 // What came ahead of this server's record may be due now (rule 11).

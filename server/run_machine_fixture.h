@@ -3,6 +3,7 @@
 #define STIEFEL_SERVER_RUN_MACHINE_FIXTURE_H_
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -16,9 +17,9 @@ namespace stiefel::testing {
 class MachineFixture {
  public:
   explicit MachineFixture(RunShape shape = {}, int32_t server_index = 0, ProtocolPolicy policy = {})
-      : shape(shape),
-        machine(*RunSpec::Create(OpenRequest(shape, server_index)), now, policy),
-        life(shape.world_size, Incarnation(1, 100)) {
+      : MachineFixture(shape, *RunSpec::Create(OpenRequest(shape, server_index)), policy) {}
+  MachineFixture(RunShape shape, std::shared_ptr<const RunSpec> spec, ProtocolPolicy policy = {})
+      : shape(shape), machine(std::move(spec), now, policy), life(shape.world_size, {1, 100}) {
     if (shape.mode == v1::WEIGHTS) machine.OnWeightsReady(&actions);
   }
 
@@ -58,8 +59,8 @@ class MachineFixture {
     return token;
   }
   absl::Status Connect(int32_t rank) {
-    const absl::Status up = machine.OnControlUp(SenderOf(rank, life[rank]), now, &actions);
-    return up.ok() ? machine.OnDataUp(SenderOf(rank, life[rank]), now, &actions) : up;
+    const absl::Status up = machine.OnControlUp(SenderOf(rank, life[rank], epoch), now, &actions);
+    return up.ok() ? machine.OnDataUp(SenderOf(rank, life[rank], epoch), now, &actions) : up;
   }
   void JoinAll() {
     for (int32_t rank = 0; rank < shape.world_size; ++rank) Join(rank);
@@ -68,7 +69,7 @@ class MachineFixture {
 
   v1::TrainerMessage From(int32_t rank) const {
     v1::TrainerMessage message;
-    *message.mutable_sender() = SenderOf(rank, life[rank]);
+    *message.mutable_sender() = SenderOf(rank, life[rank], epoch);
     return message;
   }
   void Send(const v1::TrainerMessage& message) { machine.OnControlMessage(message, now, &actions); }
@@ -91,7 +92,7 @@ class MachineFixture {
                                     int32_t block = 0, bool absent = false) {
     v1::ChunkHeader header;
     header.set_type(v1::ChunkHeader::GRADIENT);
-    *header.mutable_sender() = SenderOf(rank, life[rank]);
+    *header.mutable_sender() = SenderOf(rank, life[rank], epoch);
     header.set_step(step);
     header.set_attempt(attempt);
     v1::Piece piece;
@@ -154,6 +155,7 @@ class MachineFixture {
   Actions actions;
   RunMachine machine;
   std::vector<Incarnation> life;  // by rank
+  int64_t epoch = 1;              // that the ranks speak under
   uint64_t token = 0;
 };
 

@@ -16,6 +16,7 @@ constexpr int64_t kLateTickMicros = 1000000;
 }  // namespace
 
 bool RunMachine::Live(int32_t rank, int64_t now) const {
+  if (away_) return false;
   const RankState& state = ranks_[rank];
   // The leader lives from OpenRun or TakeOver on, before it joins.
   return (state.joined || (rank == 0 && !state.closed)) && !state.streams_closed &&
@@ -66,7 +67,7 @@ absl::StatusOr<v1::TakeOverResponse> RunMachine::OnTakeOver(const v1::TakeOverRe
   }
   rank.lease_end = now + spec_->lease();
   v1::TakeOverResponse record;
-  *record.mutable_opened() = spec_->opened();
+  *record.mutable_opened() = OpenedNow();
   record.set_placement_epoch(epoch_);
   record.set_consumed_step(consumed_);
   if (last_consumed_) *record.mutable_last_consumed() = *last_consumed_;
@@ -77,11 +78,25 @@ absl::StatusOr<v1::TakeOverResponse> RunMachine::OnTakeOver(const v1::TakeOverRe
   if (attempt_.vote1) *record.mutable_vote_round1() = *attempt_.vote1;
   if (attempt_.rescale) *record.mutable_rescale() = *attempt_.rescale;
   if (attempt_.drop) *record.mutable_drop() = *attempt_.drop;
+  if (prepare_) *record.mutable_prepare() = *prepare_;
+  record.set_largest_epoch(largest_epoch_);
   return record;
 }
 
 void RunMachine::OnJoin(uint64_t token, const v1::JoinRunRequest& request, int64_t now,
                         int64_t deadline, Actions* actions) {
+  if (absl::Status valid = CheckJoinHeader(request); !valid.ok()) {
+    actions->push_back(action::AnswerJoin{token, valid, {}});
+    return;
+  }
+  if (away_) {  // tells where the run is
+    actions->push_back(action::AnswerJoin{token, absl::OkStatus(), JoinAnswer()});
+    return;
+  }
+  if (HoldsJoins()) {
+    pending_joins_.push_back({token, deadline, request});
+    return;
+  }
   const absl::Status admitted = Admit(request, now, actions);
   if (!admitted.ok() && !absl::IsUnavailable(admitted)) {
     actions->push_back(action::AnswerJoin{token, admitted, {}});
@@ -150,8 +165,7 @@ absl::Status RunMachine::CheckApplied(const v1::JoinRunRequest& request) const {
           : "; restore this server or the trainer to a common step"));
 }
 
-// Rules 3 and 4. OK: the rank is joined. UNAVAILABLE: try again after the next decision.
-absl::Status RunMachine::Admit(const v1::JoinRunRequest& request, int64_t now, Actions* actions) {
+absl::Status RunMachine::CheckJoinHeader(const v1::JoinRunRequest& request) const {
   if (!failure_.ok()) return failure_;
   if (ended_)
     return absl::NotFoundError(absl::StrCat("run \"", spec_->opened().name(), "\" has ended"));
@@ -168,6 +182,12 @@ absl::Status RunMachine::Admit(const v1::JoinRunRequest& request, int64_t now, A
   }
   if (request.rank() < 0 || request.rank() >= spec_->world_size())
     return IndexOutOfRange("rank", request.rank(), spec_->world_size());
+  return absl::OkStatus();
+}
+
+// Rules 3 and 4. OK: the rank is joined. UNAVAILABLE: try again after the next decision.
+absl::Status RunMachine::Admit(const v1::JoinRunRequest& request, int64_t now, Actions* actions) {
+  if (!failure_.ok()) return failure_;
   STIEFEL_RETURN_IF_ERROR(CheckJoinIdentity(request, now));
   STIEFEL_RETURN_IF_ERROR(spec_->CheckParameters(request));
   STIEFEL_ASSIGN_OR_RETURN(std::vector<BlockSpec> push, spec_->ResolvePush(request));
@@ -198,6 +218,7 @@ absl::Status RunMachine::Admit(const v1::JoinRunRequest& request, int64_t now, A
   rank.push = std::move(push);
   rank.pull = std::move(pull);
   release_at_ = 0;
+  MaybePrepared(actions);
   return absl::OkStatus();
 }
 
@@ -257,7 +278,7 @@ void RunMachine::FixPushers() {
 }
 
 v1::JoinRunResponse RunMachine::JoinAnswer() const {
-  const v1::OpenRunRequest& opened = spec_->opened();
+  const v1::OpenRunRequest opened = OpenedNow();
   v1::JoinRunResponse answer;
   answer.set_run_uid(opened.run_uid());
   answer.set_placement_epoch(epoch_);
@@ -267,6 +288,8 @@ v1::JoinRunResponse RunMachine::JoinAnswer() const {
   *answer.mutable_owners() = opened.owners();
   *answer.mutable_parameters() = opened.parameters();
   *answer.mutable_phases() = opened.phases();
+  *answer.mutable_cuts() = opened.cuts();
+  *answer.mutable_replicas() = opened.replicas();
   answer.set_lease_seconds(static_cast<double>(spec_->lease()) / 1e6);
   answer.set_step_timeout_seconds(static_cast<double>(spec_->step_timeout()) / 1e6);
   answer.set_weights_needed(!weights_ready_);
@@ -276,6 +299,7 @@ v1::JoinRunResponse RunMachine::JoinAnswer() const {
 // Answers every pending join whose rank is in, once all ranks are; tries those again that waited
 // for a decision.
 void RunMachine::AnswerReadyJoins(int64_t now, Actions* actions) {
+  if (HoldsJoins()) return;
   for (auto pending = pending_joins_.begin(); pending != pending_joins_.end();) {
     const RankState& rank = ranks_[pending->request.rank()];
     if (rank.joined && rank.incarnation == Incarnation(pending->request.incarnation())) {
@@ -316,11 +340,23 @@ void RunMachine::AnswerReadyJoins(int64_t now, Actions* actions) {
 }
 
 absl::Status RunMachine::OnControlUp(const v1::Sender& sender, int64_t now, Actions* actions) {
-  STIEFEL_RETURN_IF_ERROR(CheckSender(sender));
+  const bool outdated = Outdated(sender);
+  // A new leader may speak under the epoch that it is about to put in force.
+  const bool ahead =
+      sender.rank() == 0 && prepare_ && sender.placement_epoch() == prepare_->placement().epoch();
+  STIEFEL_RETURN_IF_ERROR(outdated || ahead ? CheckIdentity(sender) : CheckSender(sender));
   RankState& rank = ranks_[sender.rank()];
   rank.control_up = true;
   rank.streams_closed = false;
   rank.lease_end = now + spec_->lease();
+  if (outdated) {
+    SendMoved(sender.rank(), rank.incarnation, actions);
+    return absl::OkStatus();
+  }
+  if (sender.rank() == 0) {
+    SendPrepareState(actions);
+    SendReplanAsked(actions);
+  }
   if (!policy_.resend_votes) return absl::OkStatus();
   if (last_consumed_) SendDecided(sender.rank(), *last_consumed_, actions);
   if (last_attempt_ && last_attempt_->outcome() == v1::DROP)
@@ -375,9 +411,10 @@ void RunMachine::OnTick(int64_t now, Actions* actions) {
     }
     const std::vector<int32_t> missing = MissingJoins();
     const std::string why =
-        missing.empty() ? "a decision of the leader (rank 0) is awaited"
-                        : absl::StrCat(ranks_.size() - missing.size(), " of ", ranks_.size(),
-                                       " trainers joined; missing ", RankList(missing));
+        HoldsJoins()      ? "the placement is being changed"
+        : missing.empty() ? "a decision of the leader (rank 0) is awaited"
+                          : absl::StrCat(ranks_.size() - missing.size(), " of ", ranks_.size(),
+                                         " trainers joined; missing ", RankList(missing));
     actions->push_back(action::AnswerJoin{
         pending.token,
         absl::DeadlineExceededError(absl::StrCat("run \"", spec_->opened().name(), "\": ", why)),
@@ -385,6 +422,10 @@ void RunMachine::OnTick(int64_t now, Actions* actions) {
   }
   pending_joins_ = std::move(waiting);
   if (attempt_.deadline != 0 && now >= attempt_.deadline) OnStepDeadline(now, actions);
+  if (away_ && now >= release_at_)
+    EndRun(absl::StrCat("run \"", spec_->opened().name(), "\" moved away after step ", consumed_),
+           actions);
+  if (away_) return;
   const bool any_closed =
       std::any_of(ranks_.begin(), ranks_.end(), [](const RankState& rank) { return rank.closed; });
   if (AnyLive(now)) {

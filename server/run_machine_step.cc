@@ -54,9 +54,12 @@ double WeightOf(const v1::BeginStep& begin) { return begin.has_weight() ? begin.
 void RunMachine::OnControlMessage(const v1::TrainerMessage& message, int64_t now,
                                   Actions* actions) {
   const v1::Sender& sender = message.sender();
+  if (message.has_prepare() || message.has_cancel_prepare() || message.has_switch_placement())
+    return OnEpochMessage(message, now, actions);
   if (absl::Status known = CheckSender(sender); !known.ok()) {
     if (sender.rank() < 0 || sender.rank() >= spec_->world_size()) return;
     const Incarnation theirs(sender.incarnation());
+    if (Outdated(sender)) return SendMoved(sender.rank(), theirs, actions);
     Refuse(sender.rank(), theirs, known, 0, 0, theirs < ranks_[sender.rank()].incarnation, actions);
     return;
   }
@@ -85,6 +88,9 @@ void RunMachine::OnControlMessage(const v1::TrainerMessage& message, int64_t now
       if (policy_.resend_deltas) actions->push_back(action::Resend{sender.rank()});
       return;
     case v1::TrainerMessage::kHello:
+    case v1::TrainerMessage::kPrepare:  // the last three: above
+    case v1::TrainerMessage::kCancelPrepare:
+    case v1::TrainerMessage::kSwitchPlacement:
       return;
     case v1::TrainerMessage::KIND_NOT_SET:
       return Refuse(sender.rank(), rank.incarnation,
@@ -183,6 +189,7 @@ void RunMachine::AcceptBegin(int32_t rank, const v1::BeginStep& begin, int64_t n
     part.end = *state.held_end;
     state.held_end.reset();
   }
+  MaybePrepared(actions);
   if (attempt_.AllBegun()) OnAllBegun(actions);
 }
 
@@ -236,7 +243,7 @@ void RunMachine::MaybeFreeDeltas(Actions* actions) {
 }
 
 bool RunMachine::MayGrant() const {
-  return weights_ready_ && settled_ && !attempt_.sealed() && failure_.ok();
+  return weights_ready_ && !unsettled_ && !attempt_.sealed() && failure_.ok();
 }
 
 void RunMachine::GrantAll(Actions* actions) {
@@ -247,16 +254,16 @@ void RunMachine::GrantAll(Actions* actions) {
 }
 
 void RunMachine::OnSettled(int64_t step, int32_t attempt, Actions* actions) {
-  if (settled_ || !last_attempt_ || last_attempt_->step() != step ||
-      last_attempt_->attempt() != attempt)
-    return;
-  settled_ = true;
+  if (unsettled_ != std::make_pair(step, attempt)) return;
+  unsettled_.reset();
+  MaybePrepared(actions);
   GrantAll(actions);
 }
 
 void RunMachine::OnWeightsReady(Actions* actions) {
   if (weights_ready_) return;
   weights_ready_ = true;
+  MaybePrepared(actions);
   for (int32_t rank = 0; rank < static_cast<int32_t>(ranks_.size()); ++rank) {
     if (ranks_[rank].needs_weights) actions->push_back(action::Resend{rank});
   }

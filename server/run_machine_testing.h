@@ -75,10 +75,10 @@ inline v1::JoinRunRequest JoinRequest(const RunShape& shape, int32_t rank,
   return request;
 }
 
-inline v1::Sender SenderOf(int32_t rank, const Incarnation& incarnation) {
+inline v1::Sender SenderOf(int32_t rank, const Incarnation& incarnation, int64_t epoch = 1) {
   v1::Sender sender;
   sender.set_run_uid(kRunUid);
-  sender.set_placement_epoch(1);
+  sender.set_placement_epoch(epoch);
   sender.set_rank(rank);
   *sender.mutable_incarnation() = incarnation.ToProto();
   return sender;

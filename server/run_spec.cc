@@ -170,6 +170,7 @@ absl::Status CheckOverlaps(const std::vector<BlockSpec>& blocks,
 
 absl::StatusOr<std::shared_ptr<const RunSpec>> RunSpec::Create(const v1::OpenRunRequest& opened) {
   STIEFEL_RETURN_IF_ERROR(CheckHeader(opened));
+  STIEFEL_RETURN_IF_ERROR(CheckMovesIn(opened));
   auto spec = std::shared_ptr<RunSpec>(new RunSpec);
   spec->opened_ = opened;
   for (int32_t i = 0; i < opened.parameters_size(); ++i) {

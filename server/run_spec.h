@@ -60,6 +60,13 @@ class RunSpec {
   // owners, another protocol version (FAILED_PRECONDITION).
   static absl::StatusOr<std::shared_ptr<const RunSpec>> Create(const v1::OpenRunRequest& opened);
 
+  // The run after a change of placement to `placement`, as this server will serve it; null if it
+  // has no part in it. INVALID_ARGUMENT: an epoch that is not above the one in force, or what
+  // Create refuses.
+  absl::StatusOr<std::shared_ptr<const RunSpec>> Moved(const v1::Placement& placement) const;
+  // Which server owns what.
+  v1::Placement placement() const;
+
   const v1::OpenRunRequest& opened() const { return opened_; }
   const std::vector<MatrixSpec>& matrices() const { return matrices_; }
   bool Owns(int32_t matrix) const { return matrices_[matrix].owner == opened_.server_index(); }
@@ -84,6 +91,7 @@ class RunSpec {
 
  private:
   RunSpec() = default;
+  static absl::Status CheckMovesIn(const v1::OpenRunRequest& opened);
   absl::Status ResolvePair(int32_t index);
 
   v1::OpenRunRequest opened_;
