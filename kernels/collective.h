@@ -49,7 +49,8 @@ class Collective {
   // Every shard of the matrix, wherever it lives, calls this once with equal key, kind and count.
   // `in` and `out` stay as they are until the computation of the shard has ended or Cancel
   // returned. `done` exactly once, never on the calling thread: OK; CANCELLED;
-  // UNAVAILABLE or DEADLINE_EXCEEDED with the server and shard that are missing. Never blocks.
+  // UNAVAILABLE or DEADLINE_EXCEEDED with the server and shard that are missing;
+  // FAILED_PRECONDITION where another server has given the attempt up. Never blocks.
   virtual void Start(const CollectiveKey& key, const CollectivePart& part, Done done) = 0;
 
   // The computations of this attempt (all its rounds) are over: those under way end with

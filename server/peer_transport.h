@@ -14,7 +14,7 @@
 namespace stiefel {
 
 // A call under way. Destroying it cancels it; when the destructor returns neither callback runs any
-// more.
+// more. REQUIRES: not destroyed by its own callbacks.
 class PeerCall {
  public:
   virtual ~PeerCall() = default;
@@ -24,7 +24,7 @@ class PeerCall {
 // order, not at the same time as itself or `done`; `done` once, last.
 class PeerTransport {
  public:
-  using OnChunk = std::function<void(const v1::PeerChunk&)>;
+  using OnChunk = std::function<void(v1::PeerChunk)>;
   using Done = std::function<void(const absl::Status&)>;
 
   virtual ~PeerTransport() = default;
@@ -37,13 +37,26 @@ class PeerTransport {
                                                Done done) = 0;
 };
 
-// The answering end of one call, as PeerService hands it to the run. Write and Finish never block;
-// they may be called from any thread, in order. Writes are dropped once the caller is gone.
+// The answering end of one call. Write and Finish never block; they may be called from any thread,
+// in order. Writes are dropped once the caller is gone. Destroying it without Finish ends the call
+// with UNAVAILABLE: the caller asks again.
 class PeerReply {
  public:
   virtual ~PeerReply() = default;
   virtual void Write(v1::PeerChunk chunk) = 0;
   virtual void Finish(const absl::Status& status) = 0;  // once, last
+  // The caller does not wait any more: no need to answer.
+  virtual bool caller_gone() const = 0;
+};
+
+// What answers the peers of one run. Thread-safe; never blocks, whatever bytes it is given.
+class PeerHandler {
+ public:
+  virtual ~PeerHandler() = default;
+  virtual void OnFetchPart(const v1::FetchPartRequest& request,
+                           std::unique_ptr<PeerReply> reply) = 0;
+  virtual void OnFetchState(const v1::FetchStateRequest& request,
+                            std::unique_ptr<PeerReply> reply) = 0;
 };
 
 }  // namespace stiefel
