@@ -87,6 +87,24 @@ void CloseAgain(const Servers& servers, uint64_t run_uid, const Incarnation& lea
   CallEach(servers, "CloseRun", close.SerializeAsString(), 2000000);
 }
 
+// A server without the run is one that the old leader did not get to, as long as no step was
+// decided anywhere; later it is one that came back empty.
+absl::Status CheckNoneLostItsState(const Servers& servers, const Layout& layout,
+                                   const Survey& survey) {
+  const auto empty = std::find(survey.held.begin(), survey.held.end(), std::nullopt);
+  if (empty == survey.held.end()) return absl::OkStatus();
+  for (size_t s = 0; s < survey.held.size(); ++s) {
+    const auto& held = survey.held[s];
+    if (!held || held->last_consumed_step() < held->start_step()) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "run \"", layout.options().run, "\" is at step ", held->last_consumed_step(), " on server ",
+        servers.addresses[s], ", and server ", servers.addresses[empty - survey.held.begin()],
+        " does not hold it: it has lost its part of the state (step 0 there). Restore it, or give "
+        "the run another name to start anew"));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 bool Survey::HeldAnywhere() const {
@@ -192,6 +210,7 @@ absl::StatusOr<std::vector<v1::TakeOverResponse>> TakeOver(const Servers& server
       other_index.push_back(static_cast<int>(s));
     }
   }
+  STIEFEL_RETURN_IF_ERROR(CheckNoneLostItsState(servers, layout, survey));
   const auto make_request = [&request](int, int64_t) { return request.SerializeAsString(); };
   STIEFEL_ASSIGN_OR_RETURN(
       const std::vector<v1::TakeOverResponse> found,

@@ -43,7 +43,8 @@ absl::Status OpenRun(const Servers& servers, const Layout& layout, const Survey&
 
 // Leader, of a run that some server holds: fences the older leader on those that do, opens the run
 // with the same request on the rest, and returns the records of all. ALREADY_EXISTS at the deadline
-// while the older leader lives.
+// while the older leader lives. FAILED_PRECONDITION: some server has decided a step and another
+// does not hold the run.
 absl::StatusOr<std::vector<v1::TakeOverResponse>> TakeOver(const Servers& servers,
                                                            const Layout& layout,
                                                            const Survey& survey,

@@ -17,6 +17,7 @@ class Proxy:
         self.passed = {UP: 0, DOWN: 0}  # bytes
         self._lock = threading.Lock()
         self._flows = {UP: threading.Event(), DOWN: threading.Event()}
+        self._marks = {}  # direction -> bytes
         self.stall()
         self._sockets = set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -46,6 +47,10 @@ class Proxy:
             else:
                 flow.set()
 
+    def stall_at(self, direction, mark):
+        """Nothing passes in this direction from the first bytes on that have `mark` in them."""
+        self._marks[direction] = mark
+
     def _accept(self):
         while True:
             try:
@@ -72,7 +77,10 @@ class Proxy:
         if self.delay:
             threading.Thread(target=pump.write_late, daemon=True).start()
 
-    def await_flow(self, direction):
+    def await_flow(self, direction, data):
+        if direction in self._marks and self._marks[direction] in data:
+            del self._marks[direction]
+            self._flows[direction].clear()
         self._flows[direction].wait()
 
     def forget(self, one):
@@ -95,7 +103,7 @@ class _Pump:
                 data = self._source.recv(1 << 16)
             except OSError:
                 data = b""
-            self._proxy.await_flow(self._direction)
+            self._proxy.await_flow(self._direction, data)
             if self._proxy.delay:
                 self._queue.append((time.monotonic() + self._proxy.delay, data))
                 self._more.release()

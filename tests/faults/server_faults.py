@@ -57,6 +57,52 @@ class ServerFaults(driver.FaultTest):
         for server in servers:
             self.stop_server(server)
 
+    def lose_a_server(self, *flags):
+        """Two servers and two trainers at step 3; server 1 is killed and comes back, empty, at the same address."""
+        servers = self.servers(2, "--grace-seconds=2")
+        flags += (f"--step-timeout={STEP_TIMEOUT}", "--steps=6", "--lease=2")
+        trainers = [self.trainer(servers, rank, 2, *flags, "--hold=4:before") for rank in range(2)]
+        for trainer in trainers:
+            trainer.await_hold(4, "before")
+        servers[1].kill()
+        back = self.own(driver.Server("--grace-seconds=2", listen=servers[1].address))
+        back.await_listening()
+        return [servers[0], back], trainers, flags
+
+    # DESIGN section 10: back empty, it is refused, by trainers that go on ...
+    def test_server_back_empty_is_named_by_those_who_go_on(self):
+        servers, trainers, _ = self.lose_a_server()
+        for trainer in trainers:
+            trainer.go_on()
+        for trainer in trainers:
+            event = trainer.fail()
+            print(f"  {event['call']}: {event['code']} after {event['elapsed_s']:.2f} s: {event['message']}")
+            self.assertIn(servers[1].address, event["message"])
+            self.assertLess(event["elapsed_s"], LIMIT)
+        self.assertEqual(servers[0].run_status()["consumed_step"], 3)
+        self.assertIsNone(servers[1].run_status())
+
+    # ... and by new ones: nobody may take a part of the state as it was at the start for that of step 3.
+    def refuses_new_trainers(self, *restart_flags, flags=()):
+        servers, trainers, flags = self.lose_a_server(*flags)
+        for trainer in trainers:
+            trainer.kill()
+        heirs = [self.trainer(servers, rank, 2, *flags, *restart_flags, "--join-timeout=6") for rank in range(2)]
+        event = heirs[0].fail()
+        print(f"  rank 0 {event['call']}: {event['code']} after {event['elapsed_s']:.2f} s: {event['message']}")
+        self.assertEqual(event["code"], "FAILED_PRECONDITION", event)
+        self.assertIn(servers[1].address, event["message"])
+        self.assertIn("step 3", event["message"])
+        heirs[1].fail()
+        self.assertEqual(servers[0].run_status()["consumed_step"], 3)
+        self.assertIsNone(servers[1].run_status())
+
+    def test_server_back_empty_is_refused_in_weights_mode(self):
+        self.refuses_new_trainers("--applied=none", flags=("--mode=weights",))
+
+    def test_server_back_empty_is_refused_in_delta_mode(self):
+        self.refuses_new_trainers("--applied=3")
+
     # A pause below every deadline is nobody's business.
     def test_short_freeze_changes_nothing(self):
         flags = ("--steps=5", "--seed=11")

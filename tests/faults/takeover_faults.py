@@ -72,6 +72,32 @@ class TakeoverFaults(driver.FaultTest):
     def test_rank_1_killed_in_delta_mode(self):
         self.kill_at_random(1, ("--mode=delta", "--seed=24"), self.snapshots)
 
+    # The run is open on one server, and the leader dies before it reaches the other.
+    def test_leader_killed_while_it_opens_the_run(self):
+        flags = ("--seed=27", f"--steps={STEPS}", "--lease=2", "--hold-close")
+        expected = self.undisturbed(2, 2, "--seed=27", f"--steps={STEPS}")
+        servers = self.servers(2)
+        proxies = [proxy.Proxy(server.address) for server in servers]
+        for one in proxies:
+            self.addCleanup(one.__exit__)
+        addresses = [one.address for one in proxies]
+        proxies[1].stall_at(proxy.UP, b"OpenRun")
+        leader = self.trainer(addresses, 0, 2, *flags)
+        other = self.trainer(addresses, 1, 2, *flags)
+        servers[0].await_run(lambda run: run is not None, "open")
+        leader.kill()
+        self.assertIsNone(servers[1].run_status(), "the leader reached both servers")
+        proxies[1].cut()
+        proxies[1].stall()
+        heir = self.trainer(addresses, 0, 2, *flags)
+        for trainer in (heir, other):
+            self.assertEqual(trainer.await_event("finished", driver.RUN)["weights_hash"], expected[0])
+        self.assertEqual(driver.state_hashes(servers), expected[1])
+        for trainer in (heir, other):
+            trainer.go_on()
+        for trainer in (heir, other):
+            trainer.finish()
+
     def leader_frozen_between_votes_and_decision(self, addresses, servers, flags):
         """Both servers have voted on step 3; the leader is stopped before it could have heard the last vote."""
         leader = self.trainer(addresses, 0, 2, *flags, "--hold=3:ended")
