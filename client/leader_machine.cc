@@ -56,7 +56,7 @@ std::vector<const v1::Vote::Matrix*> InOrder(const std::vector<const v1::Vote*>&
 }  // namespace
 
 LeaderMachine::LeaderMachine(int32_t servers, ProtocolPolicy policy)
-    : servers_(servers), policy_(policy), records_(servers) {}
+    : policy_(policy), records_(servers), members_(servers, true) {}
 
 LeaderMachine LeaderMachine::Opened(int32_t servers, int64_t start_step, ProtocolPolicy policy) {
   LeaderMachine leader(servers, policy);
@@ -73,7 +73,7 @@ LeaderMachine LeaderMachine::TakingOver(int32_t servers, ProtocolPolicy policy) 
 
 LeaderMachine::Open& LeaderMachine::OpenAt(const Key& key) {
   Open& open = open_[key];
-  open.servers.resize(servers_);
+  open.servers.resize(members_.size());
   return open;
 }
 
@@ -88,9 +88,11 @@ void LeaderMachine::OnRecord(int32_t server, const v1::TakeOverResponse& record,
 // Rule 13: a decision found anywhere goes to all; so does a Rescale; otherwise the same sealed
 // votes are judged afresh.
 void LeaderMachine::CompleteFound(LeaderSends* sends) {
+  FindMembers();
   std::optional<v1::Decide> latest;
-  for (const auto& record : records_) {
-    if (!record) continue;
+  for (size_t server = 0; server < records_.size(); ++server) {
+    const auto& record = records_[server];
+    if (!record || record->placement_epoch() != epoch_) continue;  // older: of before a switch
     decided_ = std::max(decided_, Key(record->consumed_step(), kAllAttempts));
     for (const auto* found : {record->has_last_consumed() ? &record->last_consumed() : nullptr,
                               record->has_last_attempt() ? &record->last_attempt() : nullptr}) {
@@ -101,11 +103,12 @@ void LeaderMachine::CompleteFound(LeaderSends* sends) {
   }
   if (latest && policy_.complete_found) {
     Settle(*latest);
-    outstanding_ = Outstanding{*latest, std::vector<bool>(servers_, false)};
+    SetOutstanding(*latest);
     SendDecision(sends);
   }
-  for (int32_t server = 0; server < servers_; ++server) {
-    if (!records_[server]) continue;
+  for (int32_t server = 0; server < static_cast<int32_t>(members_.size()); ++server) {
+    if (!records_[server] || !members_[server]) continue;
+    if (records_[server]->placement_epoch() != epoch_) continue;
     const v1::TakeOverResponse& record = *records_[server];
     const Key key(record.open_step(), record.open_attempt());
     if (Decided(key)) continue;
@@ -120,6 +123,7 @@ void LeaderMachine::CompleteFound(LeaderSends* sends) {
   for (const auto& [key, open] : open_) {
     if (open.rescale) SendRescale(*open.rescale, sends);
   }
+  FindMove(sends);
   TryDecide(sends);
 }
 
@@ -148,9 +152,11 @@ void LeaderMachine::OnDecideAck(int32_t server, const v1::DecideAck& ack, Leader
   }
   outstanding_.reset();
   TryDecide(sends);
+  AdvanceMove(sends);
 }
 
 void LeaderMachine::OnServerUp(int32_t server, LeaderSends* sends) {
+  if (move_ && !move_->answered[server]) SendPhase(server, sends);
   if (!policy_.resend_votes) return;
   if (outstanding_ && !outstanding_->acknowledged[server]) {
     v1::TrainerMessage message;
@@ -175,26 +181,31 @@ void LeaderMachine::TryDecide(LeaderSends* sends) {
       continue;
     }
     Settle(*decision);
-    outstanding_ = Outstanding{*std::move(decision), std::vector<bool>(servers_, false)};
+    SetOutstanding(*std::move(decision));
     return SendDecision(sends);
   }
 }
 
 std::optional<v1::Decide> LeaderMachine::Judge(const Key& key, Open* open, LeaderSends* sends) {
-  for (const ServerVotes& votes : open->servers) {
+  std::vector<const ServerVotes*> voters;
+  for (size_t s = 0; s < open->servers.size(); ++s) {
+    if (members_[s]) voters.push_back(&open->servers[s]);
+  }
+  for (const ServerVotes* voter : voters) {
+    const ServerVotes& votes = *voter;
     if (votes.drop) return MakeDecision(key.first, key.second, v1::DROP, votes.drop->reason());
   }
   std::vector<const v1::Vote*> round0;
   std::vector<const v1::Vote*> round1;
-  for (const ServerVotes& votes : open->servers) {
+  for (const ServerVotes* voter : voters) {
+    const ServerVotes& votes = *voter;
     if (votes.round1 && votes.round1->failed())
       return MakeDecision(key.first, key.second, v1::DROP, votes.round1->failure());
     if (votes.round0) round0.push_back(&*votes.round0);
     if (votes.round1) round1.push_back(&*votes.round1);
   }
   const std::vector<const v1::Vote*>& votes = open->rescale ? round1 : round0;
-  if (votes.empty() || (static_cast<int32_t>(votes.size()) < servers_ && policy_.all_votes))
-    return std::nullopt;
+  if (votes.empty() || (votes.size() < voters.size() && policy_.all_votes)) return std::nullopt;
   if (const std::string mismatch = IncarnationMismatch(votes);
       !mismatch.empty() && policy_.compare_incarnations) {
     return MakeDecision(key.first, key.second, v1::DROP,
@@ -258,8 +269,15 @@ void LeaderMachine::Settle(const v1::Decide& decision) {
   open_.erase(open_.begin(), open_.upper_bound(decided_));
 }
 
+void LeaderMachine::SetOutstanding(v1::Decide decision) {
+  std::vector<bool> acknowledged = members_;
+  acknowledged.flip();
+  outstanding_ = Outstanding{std::move(decision), std::move(acknowledged)};
+}
+
 void LeaderMachine::SendDecision(LeaderSends* sends) {
-  for (int32_t server = 0; server < servers_; ++server) {
+  for (int32_t server = 0; server < static_cast<int32_t>(members_.size()); ++server) {
+    if (!members_[server]) continue;
     v1::TrainerMessage message;
     *message.mutable_decide() = outstanding_->decision;
     sends->push_back({server, std::move(message)});
@@ -267,7 +285,8 @@ void LeaderMachine::SendDecision(LeaderSends* sends) {
 }
 
 void LeaderMachine::SendRescale(const v1::Rescale& rescale, LeaderSends* sends) const {
-  for (int32_t server = 0; server < servers_; ++server) {
+  for (int32_t server = 0; server < static_cast<int32_t>(members_.size()); ++server) {
+    if (!members_[server]) continue;
     v1::TrainerMessage message;
     *message.mutable_rescale() = rescale;
     sends->push_back({server, std::move(message)});
@@ -276,22 +295,24 @@ void LeaderMachine::SendRescale(const v1::Rescale& rescale, LeaderSends* sends) 
 
 std::string LeaderMachine::Awaited() const {
   std::vector<int32_t> waiting;
+  const auto servers = static_cast<int32_t>(members_.size());
   if (records_missing_ > 0) {
-    for (int32_t s = 0; s < servers_; ++s) {
+    for (int32_t s = 0; s < servers; ++s) {
       if (!records_[s]) waiting.push_back(s);
     }
     return absl::StrCat("TakeOver answers of ", waiting.size(), " servers, first ", waiting[0]);
   }
   if (outstanding_) {
-    for (int32_t s = 0; s < servers_; ++s) {
+    for (int32_t s = 0; s < servers; ++s) {
       if (!outstanding_->acknowledged[s])
         return absl::StrCat("server ", s, " to record the decision on step ",
                             outstanding_->decision.step());
     }
   }
+  if (move_ || !failure_.ok()) return AwaitedByMove();
   for (const auto& [key, open] : open_) {
-    for (int32_t s = 0; s < servers_; ++s) {
-      if (!(open.rescale ? open.servers[s].round1 : open.servers[s].round0))
+    for (int32_t s = 0; s < servers; ++s) {
+      if (members_[s] && !(open.rescale ? open.servers[s].round1 : open.servers[s].round0))
         return absl::StrCat("vote of server ", s, " on step ", key.first);
     }
   }
@@ -315,6 +336,7 @@ std::string LeaderMachine::CanonicalBytes() const {
                       votes.drop ? votes.drop->SerializeAsString() : "-");
     }
   }
+  AppendMove(&out);
   return out;
 }
 

@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <string>
+#include <vector>
 
 namespace stiefel {
 namespace {
@@ -212,17 +215,30 @@ v1::TakeOverResponse Record(int64_t consumed, int64_t open_step, int32_t open_at
   return record;
 }
 
+// The record as server `server` of two gives it, at placement 1 unless it says otherwise.
+void Answer(LeaderMachine* leader, int32_t server, v1::TakeOverResponse record,
+            LeaderSends* sends) {
+  if (!record.has_opened()) {
+    for (const char* address : {"s0", "s1"}) record.mutable_opened()->add_servers(address);
+    record.mutable_opened()->set_server_index(server);
+  }
+  if (record.placement_epoch() == 0) record.set_placement_epoch(1);
+  record.set_largest_epoch(
+      std::max(record.placement_epoch(), record.prepare().placement().epoch()));
+  leader->OnRecord(server, record, sends);
+}
+
 // Rules 12 and 13.
 TEST(LeaderMachineTakeOver, CompletesADecisionFoundOnOneServer) {
   LeaderMachine leader = LeaderMachine::TakingOver(2);
   LeaderSends sends;
   v1::TakeOverResponse behind = Record(0, 1, 0);
   *behind.mutable_vote_round0() = MakeVote(1, 0, 1, 1);
-  leader.OnRecord(1, behind, &sends);
+  Answer(&leader, 1, behind, &sends);
   EXPECT_TRUE(sends.empty());
   EXPECT_FALSE(leader.ready());
   EXPECT_EQ(leader.Awaited(), "TakeOver answers of 1 servers, first 0");
-  leader.OnRecord(0, Record(1, 2, 0), &sends);
+  Answer(&leader, 0, Record(1, 2, 0), &sends);
   EXPECT_EQ(TheDecision(sends).step(), 1);
   EXPECT_FALSE(leader.ready());
   leader.OnDecideAck(0, Ack(1), &sends);
@@ -233,11 +249,11 @@ TEST(LeaderMachineTakeOver, CompletesADecisionFoundOnOneServer) {
 TEST(LeaderMachineTakeOver, CompletesTheNewestOfSeveral) {
   LeaderMachine leader = LeaderMachine::TakingOver(2);
   LeaderSends sends;
-  leader.OnRecord(0, Record(1, 2, 0), &sends);
+  Answer(&leader, 0, Record(1, 2, 0), &sends);
   v1::TakeOverResponse ahead = Record(1, 2, 1);
   ahead.mutable_last_attempt()->set_step(2);
   ahead.mutable_last_attempt()->set_outcome(v1::DROP);
-  leader.OnRecord(1, ahead, &sends);
+  Answer(&leader, 1, ahead, &sends);
   EXPECT_EQ(TheDecision(sends).outcome(), v1::DROP);
   EXPECT_EQ(TheDecision(sends).step(), 2);
 }
@@ -248,7 +264,7 @@ TEST(LeaderMachineTakeOver, JudgesSealedVotesAfresh) {
   for (int server = 0; server < 2; ++server) {
     v1::TakeOverResponse record = Record(1, 2, 0);
     *record.mutable_vote_round0() = MakeVote(2, 0, server, 1);
-    leader.OnRecord(server, record, &sends);
+    Answer(&leader, server, record, &sends);
   }
   EXPECT_EQ(TheDecision(sends).step(), 1) << "what is recorded comes first";
   sends.clear();
@@ -269,7 +285,7 @@ TEST(LeaderMachineTakeOver, CompletesARescaleWithTheSameScale) {
       record.mutable_rescale()->set_step(1);
       record.mutable_rescale()->set_scale(0.125);
     }
-    leader.OnRecord(server, record, &sends);
+    Answer(&leader, server, record, &sends);
   }
   ASSERT_EQ(sends.size(), 2u);
   EXPECT_EQ(sends[0].message.rescale().scale(), 0.125);
@@ -279,11 +295,221 @@ TEST(LeaderMachineTakeOver, CompletesARescaleWithTheSameScale) {
 TEST(LeaderMachineTakeOver, ARecordCountsOnce) {
   LeaderMachine leader = LeaderMachine::TakingOver(2);
   LeaderSends sends;
-  leader.OnRecord(0, Record(0, 1, 0), &sends);
-  leader.OnRecord(0, Record(0, 1, 0), &sends);
+  Answer(&leader, 0, Record(0, 1, 0), &sends);
+  Answer(&leader, 0, Record(0, 1, 0), &sends);
   EXPECT_FALSE(leader.ready());
-  leader.OnRecord(1, Record(0, 1, 0), &sends);
+  Answer(&leader, 1, Record(0, 1, 0), &sends);
   EXPECT_TRUE(leader.ready()) << "nothing to complete in a run without a decision";
+}
+
+// ---------------------------------------------------------------- changes of placement
+
+// Server 1 leaves, server 2 of the union comes in.
+v1::Prepare MakePrepare(int64_t epoch = 2, int64_t after_step = 0) {
+  v1::Prepare prepare;
+  prepare.mutable_placement()->set_epoch(epoch);
+  for (const char* address : {"s0", "s2"}) prepare.mutable_placement()->add_servers(address);
+  prepare.set_after_step(after_step);
+  return prepare;
+}
+const std::vector<bool> kNext = {true, false, true};
+
+v1::EpochAck Said(v1::EpochAck::State state, int64_t epoch = 2, const char* reason = "") {
+  v1::EpochAck ack;
+  ack.set_epoch(epoch);
+  ack.set_state(state);
+  ack.set_reason(reason);
+  return ack;
+}
+void AllSay(LeaderMachine* leader, v1::EpochAck::State state, LeaderSends* sends) {
+  for (int32_t s = 0; s < 3; ++s) leader->OnEpochAck(s, Said(state), sends);
+}
+std::vector<int32_t> To(const LeaderSends& sends, v1::TrainerMessage::KindCase kind) {
+  std::vector<int32_t> servers;
+  for (const LeaderSend& send : sends) {
+    if (send.message.kind_case() == kind) servers.push_back(send.server);
+  }
+  return servers;
+}
+using Ints = std::vector<int32_t>;
+
+TEST(LeaderMachineMove, PreparesSwitchesAndEnds) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  ASSERT_TRUE(leader.StartMove(MakePrepare(), kNext, &sends).ok());
+  EXPECT_EQ(To(sends, v1::TrainerMessage::kPrepare), (Ints{0, 1})) << "2 is opened with moves_in";
+  EXPECT_TRUE(leader.moving());
+  EXPECT_FALSE(leader.ready());
+  EXPECT_FALSE(leader.StartMove(MakePrepare(3), kNext, &sends).ok()) << "one is under way";
+  sends.clear();
+  leader.OnEpochAck(0, Said(v1::EpochAck::PREPARED), &sends);
+  leader.OnEpochAck(1, Said(v1::EpochAck::PREPARED), &sends);
+  leader.OnEpochAck(2, Said(v1::EpochAck::PREPARED, 9), &sends);  // of another epoch
+  EXPECT_TRUE(sends.empty());
+  EXPECT_EQ(leader.Awaited(), "server 2 to prepare placement 2");
+  leader.OnEpochAck(2, Said(v1::EpochAck::PREPARED), &sends);
+  EXPECT_EQ(To(sends, v1::TrainerMessage::kSwitchPlacement), (Ints{0, 1, 2}));
+  sends.clear();
+  leader.OnEpochAck(0, Said(v1::EpochAck::SWITCHED), &sends);
+  leader.OnEpochAck(2, Said(v1::EpochAck::SWITCHED), &sends);
+  leader.OnServerUp(0, &sends);
+  EXPECT_TRUE(sends.empty());
+  leader.OnServerUp(1, &sends);
+  EXPECT_EQ(To(sends, v1::TrainerMessage::kSwitchPlacement), Ints{1}) << "until it answers";
+  EXPECT_TRUE(leader.moving());
+  leader.OnEpochAck(1, Said(v1::EpochAck::SWITCHED), &sends);
+  EXPECT_FALSE(leader.moving());
+  ASSERT_TRUE(leader.move_end().has_value());
+  EXPECT_TRUE(leader.move_end()->switched);
+  EXPECT_EQ(leader.members(), kNext);
+  EXPECT_EQ(leader.largest_epoch(), 2);
+}
+
+// Rule 15.
+TEST(LeaderMachineMove, WaitsUntilNothingIsLeftToDecide) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  leader.OnVote(0, MakeVote(1, 0, 0, 1), &sends);
+  leader.OnVote(1, MakeVote(1, 0, 1, 1), &sends);
+  leader.OnDecideAck(0, Ack(1), &sends);
+  sends.clear();
+  ASSERT_TRUE(leader.StartMove(MakePrepare(2, 1), kNext, &sends).ok());
+  EXPECT_TRUE(sends.empty());
+  leader.OnDecideAck(1, Ack(1), &sends);
+  EXPECT_EQ(To(sends, v1::TrainerMessage::kPrepare), (Ints{0, 1}));
+  // A server dropped the next attempt before it heard of the move.
+  sends.clear();
+  v1::Drop drop;
+  drop.set_step(2);
+  leader.OnDrop(0, drop, &sends);
+  EXPECT_EQ(To(sends, v1::TrainerMessage::kDecide), (Ints{0, 1})) << "not to the one coming in";
+  sends.clear();
+  AllSay(&leader, v1::EpochAck::PREPARED, &sends);
+  EXPECT_TRUE(sends.empty());
+  leader.OnDecideAck(0, Ack(2), &sends);
+  leader.OnDecideAck(1, Ack(2), &sends);
+  EXPECT_EQ(To(sends, v1::TrainerMessage::kSwitchPlacement), (Ints{0, 1, 2}));
+}
+
+TEST(LeaderMachineMove, AFailureOrTheDeadlineCancels) {
+  for (const bool deadline : {false, true}) {
+    LeaderMachine leader = LeaderMachine::Opened(2, 1);
+    LeaderSends sends;
+    ASSERT_TRUE(leader.StartMove(MakePrepare(), kNext, &sends).ok());
+    leader.OnEpochAck(0, Said(v1::EpochAck::PREPARED), &sends);
+    sends.clear();
+    if (deadline) {
+      leader.OnMoveDeadline(&sends);
+    } else {
+      leader.OnEpochAck(2, Said(v1::EpochAck::FAILED, 2, "no room"), &sends);
+    }
+    EXPECT_EQ(To(sends, v1::TrainerMessage::kCancelPrepare), (Ints{0, 1, 2}));
+    sends.clear();
+    leader.OnEpochAck(1, Said(v1::EpochAck::PREPARED), &sends);  // too late
+    leader.OnEpochAck(0, Said(v1::EpochAck::CANCELLED), &sends);
+    EXPECT_TRUE(leader.moving());
+    leader.OnEpochAck(1, Said(v1::EpochAck::CANCELLED), &sends);
+    EXPECT_FALSE(leader.moving()) << "2 is not waited for: it is not in the run";
+    EXPECT_FALSE(leader.move_end()->switched);
+    EXPECT_EQ(
+        leader.move_end()->reason,
+        deadline ? "the deadline passed, awaiting server 1 to prepare placement 2" : "no room");
+    EXPECT_TRUE(sends.empty());
+    EXPECT_FALSE(leader.StartMove(MakePrepare(2), kNext, &sends).ok()) << "rule 15";
+    EXPECT_TRUE(leader.StartMove(MakePrepare(3), kNext, &sends).ok());
+  }
+}
+
+TEST(LeaderMachineMove, OnceSwitchWasSentTheDeadlineOnlyLeavesTheLeavingBehind) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  ASSERT_TRUE(leader.StartMove(MakePrepare(), kNext, &sends).ok());
+  AllSay(&leader, v1::EpochAck::PREPARED, &sends);
+  leader.OnEpochAck(0, Said(v1::EpochAck::SWITCHED), &sends);
+  sends.clear();
+  leader.OnMoveDeadline(&sends);
+  EXPECT_TRUE(sends.empty());
+  EXPECT_TRUE(leader.moving()) << "server 2 takes part";
+  leader.OnEpochAck(2, Said(v1::EpochAck::SWITCHED), &sends);
+  EXPECT_TRUE(leader.move_end()->switched);
+}
+
+v1::TakeOverResponse Moving(int32_t server, bool switched, bool comes_in = false) {
+  v1::TakeOverResponse record = Record(4, 5, 0);
+  v1::OpenRunRequest* opened = record.mutable_opened();
+  const v1::Prepare prepare = MakePrepare(2, 4);
+  if (switched || comes_in) {
+    *opened->mutable_servers() = prepare.placement().servers();
+    opened->set_server_index(server == 0 ? 0 : server == 2 ? 1 : -1);
+  } else {
+    for (const char* address : {"s0", "s1"}) opened->add_servers(address);
+    opened->set_server_index(server);
+  }
+  if (comes_in && !switched) {
+    v1::Placement* in_force = opened->mutable_moves_in()->mutable_placement();
+    in_force->set_epoch(1);
+    for (const char* address : {"s0", "s1"}) in_force->add_servers(address);
+  }
+  record.set_placement_epoch(switched ? 2 : 1);
+  if (!switched) *record.mutable_prepare() = prepare;
+  if (switched || comes_in) {
+    record.clear_last_consumed();
+    record.clear_last_attempt();
+  }
+  return record;
+}
+
+// Rule 13.
+TEST(LeaderMachineTakeOver, CompletesASwitchFoundAnywhere) {
+  for (int32_t first = 0; first < 3; ++first) {
+    LeaderMachine leader = LeaderMachine::TakingOver(3);
+    LeaderSends sends;
+    for (int32_t s = 0; s < 3; ++s) Answer(&leader, s, Moving(s, s == first, s == 2), &sends);
+    EXPECT_EQ(To(sends, v1::TrainerMessage::kSwitchPlacement).size(), 2u) << first;
+    EXPECT_EQ(sends.size(), 2u) << "decisions of before are on all servers";
+    EXPECT_FALSE(leader.ready());
+    for (int32_t s = 0; s < 3; ++s) leader.OnEpochAck(s, Said(v1::EpochAck::SWITCHED), &sends);
+    EXPECT_TRUE(leader.ready());
+    EXPECT_EQ(leader.members(), kNext);
+    sends.clear();
+    leader.OnVote(1, MakeVote(5, 0, 1, 1), &sends);
+    leader.OnVote(0, MakeVote(5, 0, 0, 1), &sends);
+    EXPECT_TRUE(sends.empty()) << "server 1 has left";
+    leader.OnVote(2, MakeVote(5, 0, 1, 1), &sends);
+    EXPECT_EQ(To(sends, v1::TrainerMessage::kDecide), (Ints{0, 2}));
+  }
+}
+
+TEST(LeaderMachineTakeOver, ElseCancelsEveryPrepare) {
+  LeaderMachine leader = LeaderMachine::TakingOver(3);
+  LeaderSends sends;
+  for (int32_t s = 0; s < 3; ++s) {
+    v1::TakeOverResponse record = Moving(s, false, s == 2);
+    if (s == 0) record.clear_prepare();  // cancelled there already
+    Answer(&leader, s, record, &sends);
+  }
+  EXPECT_EQ(To(sends, v1::TrainerMessage::kDecide), (Ints{0, 1}));
+  EXPECT_EQ(To(sends, v1::TrainerMessage::kCancelPrepare), (Ints{1, 2}));
+  leader.OnDecideAck(0, Ack(4), &sends);
+  leader.OnDecideAck(1, Ack(4), &sends);
+  EXPECT_FALSE(leader.ready());
+  leader.OnEpochAck(1, Said(v1::EpochAck::CANCELLED), &sends);
+  EXPECT_TRUE(leader.ready());
+  EXPECT_EQ(leader.members(), (std::vector<bool>{true, true, false}));
+  EXPECT_EQ(leader.largest_epoch(), 2);
+}
+
+TEST(LeaderMachineTakeOver, AServerThatWasNeverPreparedIsAnError) {
+  LeaderMachine leader = LeaderMachine::TakingOver(3);
+  LeaderSends sends;
+  v1::TakeOverResponse older = Moving(0, false);
+  older.clear_prepare();
+  Answer(&leader, 0, older, &sends);
+  Answer(&leader, 1, Moving(1, true), &sends);
+  Answer(&leader, 2, Moving(2, true, true), &sends);
+  EXPECT_FALSE(leader.ready());
+  EXPECT_EQ(leader.failure().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_NE(leader.Awaited().find("server 0 (s0) is at placement 1"), std::string::npos);
 }
 
 TEST(LeaderMachine, CanonicalBytesTellStatesApart) {

@@ -1,6 +1,7 @@
 #include "client/trainer_machine.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -24,12 +25,33 @@ void TrainerMachine::OnJoined(int32_t server, std::optional<int64_t> applied, in
   MoveFreshTarget();
 }
 
+void TrainerMachine::Rejoin(int32_t servers, std::vector<TrainerBlock> push,
+                            std::vector<TrainerBlock> pull) {
+  push_ = std::move(push);
+  pull_ = std::move(pull);
+  servers_.assign(servers, ServerState());
+  received_.assign(pull_.size(), Received());
+  scanned_ = Version();
+  delivered_ = 0;
+  decided_.clear();
+  next_attempt_ = 0;
+  awaiting_.clear();
+  step_error_ = absl::OkStatus();
+  // The user may have seen this end already: it stands.
+  dropped_before_move_ =
+      dropped_before_move_ || (begun_ && dropped_ && dropped_->attempt() >= begun_->attempt());
+  if (dropped_before_move_) return;
+  dropped_.reset();
+  if (begun_) begun_->set_attempt(0);
+  if (ended_) ended_->set_attempt(0);
+}
+
 // Decisions may be told before the join is answered, when the target is not known yet.
 void TrainerMachine::MoveApplied(int64_t applied) {
   applied_ = applied;
   decided_.erase(decided_.begin(), decided_.upper_bound(applied_));
   if (dropped_ && dropped_->step() != target()) dropped_.reset();
-  next_attempt_ = dropped_ ? dropped_->attempt() + 1 : 0;
+  next_attempt_ = dropped_ && !dropped_before_move_ ? dropped_->attempt() + 1 : 0;
 }
 
 // A trainer without weights receives those of the newest step that any server has decided.
@@ -115,6 +137,7 @@ absl::Status TrainerMachine::EndPush(v1::EndPush fields, TrainerSends* sends) {
   fields.set_step(begun_->step());
   fields.set_attempt(begun_->attempt());
   ended_ = std::move(fields);
+  if (dropped_before_move_) return absl::OkStatus();
   for (int32_t server = 0; server < static_cast<int32_t>(servers_.size()); ++server) {
     if (!servers_[server].up) continue;
     v1::TrainerMessage message;
@@ -130,7 +153,7 @@ absl::Status TrainerMachine::Applied(TrainerSends* sends) {
   ClearAttempt();
   dropped_.reset();
   if (end->outcome == v1::DROP) {
-    next_attempt_ = end->attempt + 1;
+    if (!std::exchange(dropped_before_move_, false)) next_attempt_ = end->attempt + 1;
     return absl::OkStatus();
   }
   fresh_ = false;
@@ -179,7 +202,7 @@ void TrainerMachine::OnServerUp(int32_t server, TrainerSends* sends) {
     message.mutable_updates_query();
     sends->push_back({server, std::move(message)});
   }
-  if (!begun_) return;
+  if (!begun_ || dropped_before_move_) return;
   SendBegun(server, sends);
   state.knows_arrived = false;
   v1::TrainerMessage query;
@@ -243,7 +266,12 @@ void TrainerMachine::Queue(int32_t block, int32_t part, bool absent, const Inter
 void TrainerMachine::OnDecided(int32_t server, const v1::Decided& decided) {
   if (decided.step() <= applied_) return;
   if (decided.outcome() == v1::DROP) {
-    if (decided.step() != target() || decided.attempt() < attempt()) return;
+    if (decided.step() != target()) return;
+    if (dropped_before_move_) {
+      next_attempt_ = std::max(next_attempt_, decided.attempt() + 1);
+      return;
+    }
+    if (decided.attempt() < attempt()) return;
     if (!dropped_ || dropped_->attempt() < decided.attempt()) dropped_ = decided;
     if (!begun_) next_attempt_ = std::max(next_attempt_, decided.attempt() + 1);
     return;
@@ -279,8 +307,9 @@ void TrainerMachine::OnAwaiting(int32_t server, const v1::Awaiting& awaiting) {
 
 bool TrainerMachine::SendsBegun(int32_t server) const {
   const ServerState& state = servers_[server];
-  return begun_ && state.up && state.knows_arrived && state.credit.step() == begun_->step() &&
-         state.credit.attempt() == begun_->attempt() && decided_.count(begun_->step()) == 0 &&
+  return begun_ && !dropped_before_move_ && state.up && state.knows_arrived &&
+         state.credit.step() == begun_->step() && state.credit.attempt() == begun_->attempt() &&
+         decided_.count(begun_->step()) == 0 &&
          !(dropped_ && dropped_->attempt() >= begun_->attempt());
 }
 
@@ -306,9 +335,10 @@ bool TrainerMachine::AllSent(int32_t server) const {
 }
 
 std::string TrainerMachine::CanonicalBytes() const {
-  std::string out = absl::StrCat(fresh_, "/", applied_, "/", next_attempt_, "/", fatal_.ok(),
-                                 step_error_.ok(), "/", begun_ ? begun_->step() : 0, ".",
-                                 begun_ ? begun_->attempt() : 0, ended_.has_value());
+  std::string out =
+      absl::StrCat(fresh_, dropped_before_move_, "/", applied_, "/", next_attempt_, "/",
+                   fatal_.ok(), step_error_.ok(), "/", begun_ ? begun_->step() : 0, ".",
+                   begun_ ? begun_->attempt() : 0, ended_.has_value());
   for (const auto& [key, absent] : pushed_)
     absl::StrAppend(&out, "p", key.first, ".", key.second, absent);
   for (const ServerState& server : servers_) {

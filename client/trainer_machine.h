@@ -80,6 +80,11 @@ class TrainerMachine {
   // life.
   void OnJoined(int32_t server, std::optional<int64_t> applied, int64_t consumed);
 
+  // The placement changed (Moved): the servers and owners are others, and nothing is known of them.
+  // What the user did in the step that is begun stays, and is sent to the new owners, as attempt 0.
+  // OnJoined follows for each server.
+  void Rejoin(int32_t servers, std::vector<TrainerBlock> push, std::vector<TrainerBlock> pull);
+
   // ---- the user's calls
   // Begins step applied()+1, in the attempt that is due. FAILED_PRECONDITION: another step, already
   // begun, not joined, fenced.
@@ -198,6 +203,7 @@ class TrainerMachine {
   std::map<int64_t, v1::Decided>
       decided_;                         // commit or skip, by step; only of steps not yet applied
   std::optional<v1::Decided> dropped_;  // the last drop of the target step
+  bool dropped_before_move_ = false;    // the begun attempt ended under the placement before
   // How many pull blocks, from the first, were found delivered for this decision; not state.
   mutable Version scanned_;
   mutable int32_t delivered_ = 0;

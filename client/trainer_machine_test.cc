@@ -371,5 +371,89 @@ TEST_F(TrainerTest, CanonicalBytesTellStatesApart) {
   EXPECT_NE(copy.CanonicalBytes(), trainer.CanonicalBytes());
 }
 
+// ---------------------------------------------------------------- a change of placement
+
+// Both blocks on one server.
+std::vector<TrainerBlock> MovedBlocks() {
+  std::vector<TrainerBlock> blocks = Blocks();
+  blocks[1].server = 0;
+  return blocks;
+}
+
+TEST_F(TrainerTest, AfterAMoveEverythingOfTheStepIsSentAgainToTheNewOwners) {
+  Join(1, 1);
+  BeginAndPush(2);
+  Credit(0, 2);
+  Credit(1, 2);
+  EXPECT_EQ(trainer.NextPieces(1, 1000, 10).size(), 2u);
+  trainer.OnDecided(0, Decided(v1::DROP, 2, 3));  // of an attempt that is renumbered anyway
+  ASSERT_TRUE(trainer.End().has_value());
+  ASSERT_TRUE(trainer.Applied(&sends).ok());
+  BeginAndPush(2);
+  EXPECT_EQ(trainer.attempt(), 4);
+
+  trainer.Rejoin(1, MovedBlocks(), MovedBlocks());
+  EXPECT_TRUE(trainer.begun());
+  EXPECT_EQ(trainer.attempt(), 0) << "numbered anew";
+  EXPECT_FALSE(trainer.End().has_value());
+  sends.clear();
+  trainer.OnJoined(0, 1, 1);
+  trainer.OnServerUp(0, &sends);
+  ASSERT_EQ(Count(v1::TrainerMessage::kBeginStep, 0), 1);
+  EXPECT_EQ(Count(v1::TrainerMessage::kEndPush, 0), 1);
+  EXPECT_EQ(sends[0].message.begin_step().attempt(), 0);
+  EXPECT_EQ(sends[1].message.end_push().attempt(), 0);
+  Credit(0, 2);
+  EXPECT_TRUE(trainer.NextPieces(0, 1000, 10).empty()) << "until it said what arrived";
+  v1::Arrived arrived;
+  arrived.set_step(2);
+  trainer.OnArrived(0, arrived);
+  EXPECT_EQ(trainer.NextPieces(0, 1000, 10).size(), 4u);
+
+  trainer.OnDecided(0, Decided(v1::COMMIT, 2));
+  v1::ChunkHeader header;
+  header.set_type(v1::ChunkHeader::UPDATE);
+  header.set_step(2);
+  for (int32_t block = 0; block < 2; ++block) {
+    for (const int64_t offset : {0, 2}) {
+      v1::Piece piece;
+      piece.set_block(block);
+      piece.set_offset(offset);
+      piece.set_count(2);
+      ASSERT_EQ(trainer.OnUpdate(0, header, piece), UpdateVerdict::kPlace);
+      trainer.OnUpdatePlaced(header, piece);
+    }
+  }
+  ASSERT_TRUE(trainer.End().has_value());
+  EXPECT_EQ(trainer.End()->outcome, v1::COMMIT);
+}
+
+TEST_F(TrainerTest, ADropThatTheUserMaySeeOutlivesAMove) {
+  Join(1, 1);
+  BeginAndPush(2);
+  trainer.OnDecided(0, Decided(v1::DROP, 2, 0));
+  ASSERT_EQ(trainer.End()->outcome, v1::DROP);
+  trainer.Rejoin(1, MovedBlocks(), MovedBlocks());
+  sends.clear();
+  trainer.OnJoined(0, 1, 1);
+  trainer.OnServerUp(0, &sends);
+  EXPECT_EQ(Count(v1::TrainerMessage::kBeginStep, 0), 0) << "that attempt is over";
+  ASSERT_TRUE(trainer.End().has_value());
+  EXPECT_EQ(trainer.End()->outcome, v1::DROP);
+  ASSERT_TRUE(trainer.Applied(&sends).ok());
+  BeginAndPush(2);
+  EXPECT_EQ(trainer.attempt(), 0);
+  EXPECT_EQ(Count(v1::TrainerMessage::kBeginStep, 0), 1);
+}
+
+TEST_F(TrainerTest, ATrainerWithoutWeightsAsksForThemAgainAfterAMove) {
+  Join(std::nullopt, 1);
+  Update(0, 0, 1, 0, 0, v1::ChunkHeader::WEIGHTS_AT);
+  trainer.Rejoin(1, MovedBlocks(), MovedBlocks());
+  trainer.OnJoined(0, std::nullopt, 1);
+  EXPECT_FALSE(trainer.has_weights());
+  EXPECT_FALSE(trainer.End().has_value()) << "half of what it got is of other servers";
+}
+
 }  // namespace
 }  // namespace stiefel
