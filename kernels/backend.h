@@ -236,6 +236,14 @@ struct ScatterPass {
   const int32_t* place = nullptr;
 };
 
+// sums[i] = the sum of squares of row i of u, or of column i.
+struct VectorSumsPass {
+  const float* u = nullptr;
+  int64_t rows = 0, cols = 0;
+  bool by_columns = false;
+  double* sums = nullptr;  // one per vector
+};
+
 // o = u * length / |vector of u|_2 for every row or column vector (0 where the vector is 0), in
 // place. A spectral norm is estimated, by power iteration on o, where measure_spectral is set or
 // spectral_max > 0; in the latter case o is multiplied by min(1, spectral_max / norm).
@@ -244,9 +252,12 @@ struct VectorPass {
   int64_t rows = 0, cols = 0;
   bool by_columns = false;
   double length = 1;
+  // |vector|_2 squared of the vectors that those of u are parts of; null: they are whole.
+  const double* sums = nullptr;
   bool measure_spectral = false;
   double spectral_max = 0;
-  double* scratch = nullptr;   // workspace of RowWiseScratch(rows, cols) doubles
+  // Workspace of RowWiseScratch(rows, cols) doubles; `cols` where no spectral norm is estimated.
+  double* scratch = nullptr;
   StepStats* stats = nullptr;  // spectral_norm
 };
 
@@ -298,7 +309,7 @@ class Stream {
   virtual void Zero(void* device, int64_t bytes) = 0;
 
   virtual void Gemm(const GemmArgs& args) = 0;
-  // out = x + diagonal I, square matrices of one shape and dtype.
+  // out = x + diagonal I, square matrices of one shape and dtype; out may be x.
   virtual void AddDiagonal(const MatrixView& x, float diagonal, const MatrixView& out) = 0;
   virtual void Run(const ElementPass& pass) = 0;
   virtual void Run(const SelectPass& pass) = 0;
@@ -309,6 +320,7 @@ class Stream {
   virtual void Run(const RowVariancePass& pass) = 0;
   virtual void Run(const DeliverPass& pass) = 0;
   virtual void Run(const ScatterPass& pass) = 0;
+  virtual void Run(const VectorSumsPass& pass) = 0;
   virtual void Run(const VectorPass& pass) = 0;
   virtual void Run(const RowWisePass& pass) = 0;
   // to = from, in to's dtype. Same shape; they do not overlap.
@@ -327,6 +339,9 @@ class Stream {
   // |X X^T - I|_F / sqrt(rows), estimated from evenly spaced rows of X (all of them up to 16), into
   // stats->residual.
   virtual void Residual(const MatrixView& x, StepStats* stats) = 0;
+  // The same of P X, from R = X X^T and P, symmetric fp32 matrices that commute: |P R P - I|_F /
+  // sqrt(rows).
+  virtual void Residual(const MatrixView& r, const MatrixView& p, StepStats* stats) = 0;
 
   // Calls body(i, sub) for every i in [0, count): pieces of work that do not depend on each other,
   // each enqueued on a stream of its own. Later work of this stream runs after all of them. A CPU

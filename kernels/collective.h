@@ -24,7 +24,10 @@ struct CollectiveKey {
   }
 };
 
-// What a shard brings to a collective and where it wants the outcome.
+// What a shard brings to a collective and where it wants the outcome, in device memory. Others may
+// be served from both after `done`: `in` of a sum is the shard's again then, since nobody has the
+// whole sum before all parts were read; `in` of a gather, and every `out`, when the shard's next
+// collective of the matrix is done, since nobody contributes to that before this one is done.
 struct CollectivePart {
   enum class Kind {
     kGather,   // out: what every shard sent, `count` bytes each, in shard order
@@ -47,10 +50,10 @@ class Collective {
   virtual ~Collective() = default;
 
   // Every shard of the matrix, wherever it lives, calls this once with equal key, kind and count.
-  // `in` and `out` stay as they are until the computation of the shard has ended or Cancel
-  // returned. `done` exactly once, never on the calling thread: OK; CANCELLED;
-  // UNAVAILABLE or DEADLINE_EXCEEDED with the server and shard that are missing;
-  // FAILED_PRECONDITION where another server has given the attempt up. Never blocks.
+  // `in` and `out` stay as CollectivePart says, or until Cancel returned. `done` exactly once,
+  // never on the calling thread: OK; CANCELLED; UNAVAILABLE or DEADLINE_EXCEEDED with the server
+  // and shard that are missing; FAILED_PRECONDITION where another server has given the attempt up.
+  // Never blocks.
   virtual void Start(const CollectiveKey& key, const CollectivePart& part, Done done) = 0;
 
   // The computations of this attempt (all its rounds) are over: those under way end with

@@ -12,6 +12,7 @@ constexpr double kStateReadAndWrite = 8;      // fp32 in and out.
 constexpr double kDirectionReadAndWrite = 8;  // fp32, between the momentum pass and the scale pass.
 constexpr double kReadFp32 = 4;
 constexpr double kPowerIterationPasses = 10;
+constexpr double kSumBytes = 8;  // of an element of an fp32 sum over owners: out, and in again
 
 // Share of the standard form's operations that the Gram form must not exceed to be chosen.
 constexpr double kGramShare = 0.9;
@@ -24,6 +25,14 @@ int64_t LongestRun(int64_t steps, const std::vector<int64_t>& restarts) {
     from = restart;
   }
   return std::max(longest, steps - from);
+}
+
+// Of T iterations with r restarts on an m x n X, symmetric products counted half.
+double SymmetricFlops(double m, double n, PolarForm form, double t, double r) {
+  const double square = m * m * m;  // One m^3.
+  const double oblong = m * m * n;  // alpha m^3.
+  if (form == PolarForm::kStandard) return t * (3 * oblong + square);
+  return (4 * t - 3) * square + 3 * oblong + r * 3 * (oblong - square);
 }
 
 double UnitFlops(const Rule& rule, int64_t rows, int64_t cols) {
@@ -87,13 +96,16 @@ double PolarFlops(int64_t rows, int64_t cols, PolarForm form, int64_t steps, int
   const auto n = static_cast<double>(std::max(rows, cols));
   const auto t = static_cast<double>(steps);
   const auto r = static_cast<double>(restarts);
-  const double square = m * m * m;  // One m^3.
-  const double oblong = m * m * n;  // alpha m^3.
-  if (form == PolarForm::kStandard) {
-    return symmetric_products ? t * (3 * oblong + square) : t * (4 * oblong + 2 * square);
-  }
-  return symmetric_products ? (4 * t - 3) * square + 3 * oblong + r * 3 * (oblong - square)
-                            : (8 * t - 6) * square + 4 * oblong + r * (4 * oblong - 6 * square);
+  if (symmetric_products) return SymmetricFlops(m, n, form, t, r);
+  const double square = m * m * m, oblong = m * m * n;
+  return form == PolarForm::kStandard
+             ? t * (4 * oblong + 2 * square)
+             : (8 * t - 6) * square + 4 * oblong + r * (4 * oblong - 6 * square);
+}
+
+double ShardPolarFlops(int64_t m, int64_t n, PolarForm form, int64_t steps, int64_t restarts) {
+  return SymmetricFlops(static_cast<double>(m), static_cast<double>(n), form,
+                        static_cast<double>(steps), static_cast<double>(restarts));
 }
 
 FormChoice ChooseForm(const Rule& rule, int64_t rows, int64_t cols, bool low_precision) {
@@ -115,6 +127,32 @@ FormChoice ChooseForm(const Rule& rule, int64_t rows, int64_t cols, bool low_pre
   } else {
     choice.form = PolarForm::kGram;
     choice.reason = "the Gram form saves more than a tenth";
+  }
+  return choice;
+}
+
+FormChoice ChooseShardedForm(const Rule& rule, int64_t rows, int64_t cols, int64_t longest) {
+  const int64_t m = std::min(rows, cols);
+  const auto steps = static_cast<int64_t>(PolarCoefficients(rule).size());
+  FormChoice choice;
+  choice.restarts = GramRestarts(rule, m, /*low_precision=*/false);
+  const auto restarts = static_cast<int64_t>(choice.restarts.size());
+  choice.standard_flops = ShardPolarFlops(m, longest, PolarForm::kStandard, steps, 0);
+  choice.gram_flops = ShardPolarFlops(m, longest, PolarForm::kGram, steps, restarts);
+  const double of_sum =
+      kFlopsPerPeerByte * kSumBytes * static_cast<double>(m) * static_cast<double>(m);
+  const double standard = choice.standard_flops + static_cast<double>(steps) * of_sum;
+  const double gram = choice.gram_flops + static_cast<double>(1 + restarts) * of_sum;
+  if (rule.form != PolarForm::kAuto) {
+    choice.form = rule.form;
+    choice.reason = "the rule names the form";
+  } else if (LongestRun(steps, choice.restarts) > kMaxGramRun) {
+    choice.reason = "too many iterations between restarts for the Gram form's accuracy";
+  } else if (gram >= standard) {
+    choice.reason = "the Gram form would not save what its products cost";
+  } else {
+    choice.form = PolarForm::kGram;
+    choice.reason = "the Gram form takes fewer sums over the shards";
   }
   return choice;
 }

@@ -48,6 +48,23 @@ struct FormChoice {
 // sizes.
 FormChoice ChooseForm(const Rule& rule, int64_t rows, int64_t cols, bool low_precision);
 
+// Of the part that the owner of a shard does, n the shard's length along the long side, for which
+// the formulas above hold as well where it is less than m: the m x m products are done by every
+// owner.
+double ShardPolarFlops(int64_t m, int64_t n, PolarForm form, int64_t steps, int64_t restarts);
+
+// What a byte of a collective costs against operations: about what a processor does while its link
+// carries one. A constant, since all owners must choose alike.
+inline constexpr double kFlopsPerPeerByte = 1024;
+
+// The same for a rows x cols matrix that is cut into shards of which the largest is `longest` long,
+// in fp32. With kAuto by operations of the largest shard's owner and the bytes of the sums: every
+// Gram matrix that X needs, 1 + restarts or one an iteration, is a sum of m^2 values over the
+// owners, twice on the way. Mostly that is the Gram form, unless shards are much shorter than m;
+// kStandard also where a run without restart would be longer than kMaxGramRun. The operations in
+// the choice are those of one owner.
+FormChoice ChooseShardedForm(const Rule& rule, int64_t rows, int64_t cols, int64_t longest);
+
 // Nominal machine balance with which operations and bytes become one number: a byte moved costs as
 // much as this many operations. A constant, because phases must follow from the model alone.
 inline constexpr double kFlopsPerByte = 16;

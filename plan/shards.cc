@@ -62,6 +62,10 @@ absl::Status ValidateSharding(const Rule& rule, int64_t rows, int64_t cols) {
   if (rule.row_variance_beta2) return refuse("row variance rescales by norms of the whole matrix");
   if (rule.row_spectral_max > 0)
     return refuse("row_spectral_max needs the spectral norm of the whole matrix");
+  if (rule.compute != ComputeType::kAuto && rule.compute != ComputeType::kFp32)
+    return refuse("sums over shards are taken in fp32; leave compute auto or fp32");
+  if (rule.normalise == Normalise::kAol && rows == cols)
+    return refuse("normalise=aol of a square matrix weighs rows, and shards are ranges of rows");
   return absl::OkStatus();
 }
 

@@ -56,6 +56,7 @@ class CpuStream final : public Stream {
   void Run(const RowVariancePass& pass) override { CpuRun(pool_, pass); }
   void Run(const DeliverPass& pass) override { CpuRun(pool_, pass); }
   void Run(const ScatterPass& pass) override { CpuRun(pool_, pass); }
+  void Run(const VectorSumsPass& pass) override { CpuRun(pool_, pass); }
   void Run(const VectorPass& pass) override { CpuRun(pool_, pass); }
   void Run(const RowWisePass& pass) override { CpuRun(pool_, pass); }
   void Run(const AolPass& pass) override { CpuRun(pool_, pass); }
@@ -75,6 +76,9 @@ class CpuStream final : public Stream {
   }
   void Residual(const MatrixView& x, StepStats* stats) override {
     Note(CpuResidual(pool_, x, &stats->residual));
+  }
+  void Residual(const MatrixView& r, const MatrixView& p, StepStats* stats) override {
+    Note(CpuResidual(pool_, r, p, &stats->residual));
   }
   void ForEach(int64_t count, const std::function<void(int64_t i, Stream* sub)>& body) override {
     Mutex mutex;

@@ -198,6 +198,49 @@ class BlockGrid {
   int64_t count_ = 0;
 };
 
+// The rows that stand for all m when a residual is estimated.
+struct SampledRows {
+  explicit SampledRows(int64_t m)
+      : stride(m <= 16 ? 1 : m / std::clamp<int64_t>(m / 16, 16, 32)), count(CeilDiv(m, stride)) {}
+  int64_t stride, count;
+};
+
+// sqrt(sum (<a_i, x_j> - [i is row j])^2 / count) over the sampled rows i of A and all rows j of X.
+absl::Status ResidualOfRows(ThreadPool* pool, const void* a, int64_t a_stride, const MatrixView& x,
+                            const SampledRows& rows, double* residual) {
+  const int64_t m = x.rows, tasks = CeilDiv(m, kResidualCols);
+  auto* sums = static_cast<double*>(
+      ThreadScratch(ScratchUse::kFigures, tasks * static_cast<int64_t>(sizeof(double))));
+  std::fill_n(sums, tasks, 0.0);
+  FirstError error;
+  const auto measure = [&](int64_t task) {
+    UseOneOpenMpThread();
+    const int64_t col = task * kResidualCols, cols = std::min(kResidualCols, m - col);
+    auto* gram =
+        static_cast<float*>(ThreadScratch(ScratchUse::kTile, rows.count * cols * sizeof(float)));
+    absl::Status status;
+    if (x.dtype == DType::kBf16) {
+      status =
+          Bf16Matmul({rows.count, cols, x.cols, a_stride, x.cols, true}, a, At(x, 0, col, 0), gram);
+    } else {
+      status = Fp32Block({rows.count, cols, x.cols, a, a_stride, At(x, 0, col, 0), x.cols, true,
+                          nullptr, gram, cols, 1, 0});
+    }
+    error.Add(status);
+    for (int64_t i = 0; status.ok() && i < rows.count; ++i) {
+      for (int64_t j = 0; j < cols; ++j) {
+        const double entry = gram[i * cols + j] - (i * rows.stride == col + j ? 1.0 : 0.0);
+        sums[task] += entry * entry;
+      }
+    }
+  };
+  pool->ParallelFor(tasks, [&measure](int64_t task) { measure(task); });
+  double total = 0;
+  for (int64_t task = 0; task < tasks; ++task) total += sums[task];
+  *residual = std::sqrt(total / static_cast<double>(rows.count));
+  return error.Take();
+}
+
 }  // namespace
 
 absl::Status CpuGemm(ThreadPool* pool, const GemmArgs& args) {
@@ -238,42 +281,28 @@ absl::Status CpuGemm(ThreadPool* pool, const GemmArgs& args) {
 }
 
 absl::Status CpuResidual(ThreadPool* pool, const MatrixView& x, double* residual) {
-  const int64_t m = x.rows;
-  const int64_t stride = m <= 16 ? 1 : m / std::clamp<int64_t>(m / 16, 16, 32);
-  const int64_t sampled = CeilDiv(m, stride);
-  const int64_t tasks = CeilDiv(m, kResidualCols);
-  auto* sums = static_cast<double*>(
-      ThreadScratch(ScratchUse::kFigures, tasks * static_cast<int64_t>(sizeof(double))));
-  std::fill_n(sums, tasks, 0.0);
+  const SampledRows rows(x.rows);
+  return ResidualOfRows(pool, x.data, rows.stride * x.cols, x, rows, residual);
+}
+
+absl::Status CpuResidual(ThreadPool* pool, const MatrixView& r, const MatrixView& p,
+                         double* residual) {
+  const int64_t m = p.rows;
+  const SampledRows rows(m);
+  // Those rows of P R; their products with the rows of P are the entries.
+  auto* product = static_cast<float*>(
+      ThreadScratch(ScratchUse::kRows, rows.count * m * static_cast<int64_t>(sizeof(float))));
   FirstError error;
-  const auto measure = [&](int64_t task) {
+  const auto multiply = [&](int64_t task) {
     UseOneOpenMpThread();
     const int64_t col = task * kResidualCols, cols = std::min(kResidualCols, m - col);
-    auto* gram =
-        static_cast<float*>(ThreadScratch(ScratchUse::kTile, sampled * cols * sizeof(float)));
-    absl::Status status;
-    if (x.dtype == DType::kBf16) {
-      status = Bf16Matmul({sampled, cols, x.cols, stride * x.cols, x.cols, true}, x.data,
-                          At(x, 0, col, 0), gram);
-    } else {
-      Block block = {
-          sampled, cols, x.cols, x.data, stride * x.cols, At(x, 0, col, 0), x.cols, true, nullptr,
-          gram,    cols, 1,      0};
-      status = Fp32Block(block);
-    }
-    error.Add(status);
-    for (int64_t i = 0; status.ok() && i < sampled; ++i) {
-      for (int64_t j = 0; j < cols; ++j) {
-        const double entry = gram[i * cols + j] - (i * stride == col + j ? 1.0 : 0.0);
-        sums[task] += entry * entry;
-      }
-    }
+    error.Add(Fp32Block({rows.count, cols, m, p.data, rows.stride * m, At(r, 0, 0, col), m, false,
+                         nullptr, product + col, m, 1, 0}));
   };
-  pool->ParallelFor(tasks, [&measure](int64_t task) { measure(task); });
-  double total = 0;
-  for (int64_t task = 0; task < tasks; ++task) total += sums[task];
-  *residual = std::sqrt(total / static_cast<double>(sampled));
-  return error.Take();
+  pool->ParallelFor(CeilDiv(m, kResidualCols), [&multiply](int64_t task) { multiply(task); });
+  const absl::Status multiplied = error.Take();
+  if (!multiplied.ok()) return multiplied;
+  return ResidualOfRows(pool, product, m, p, rows, residual);
 }
 
 std::string OneDnnDescription() {

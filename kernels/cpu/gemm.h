@@ -20,6 +20,9 @@ absl::Status CpuGemm(ThreadPool* pool, const GemmArgs& args);
 
 // Stream::Residual: returns |X X^T - I|_F / sqrt(rows) in *residual.
 absl::Status CpuResidual(ThreadPool* pool, const MatrixView& x, double* residual);
+// Likewise |P R P - I|_F / sqrt(rows).
+absl::Status CpuResidual(ThreadPool* pool, const MatrixView& r, const MatrixView& p,
+                         double* residual);
 
 // Whether oneDNN multiplies bf16 on this processor.
 bool CpuHasBf16();

@@ -241,7 +241,7 @@ void CpuAddDiagonal(ThreadPool* pool, const MatrixView& x, float diagonal, const
   ForIndices(pool, rows, rows * x.cols, [&](int64_t row) {
     const int64_t bytes = x.cols * DTypeSize(x.dtype);
     char* to = static_cast<char*>(out.data) + row * bytes;
-    std::memcpy(to, static_cast<const char*>(x.data) + row * bytes, bytes);
+    if (out.data != x.data) std::memcpy(to, static_cast<const char*>(x.data) + row * bytes, bytes);
     const int64_t place = row % x.rows;
     float entry;
     Convert(to + place * DTypeSize(x.dtype), x.dtype, &entry, DType::kFp32, 1);

@@ -20,6 +20,7 @@ double NormaliseFactor(const NormalisePass& pass);
 void CpuRun(ThreadPool* pool, const RowVariancePass& pass);
 void CpuRun(ThreadPool* pool, const DeliverPass& pass);
 void CpuRun(ThreadPool* pool, const ScatterPass& pass);
+void CpuRun(ThreadPool* pool, const VectorSumsPass& pass);
 void CpuRun(ThreadPool* pool, const VectorPass& pass);
 void CpuRun(ThreadPool* pool, const RowWisePass& pass);
 void CpuAddDiagonal(ThreadPool* pool, const MatrixView& x, float diagonal, const MatrixView& out);

@@ -22,10 +22,10 @@ double NormFactor(double sum_squares, double length) {
   return sum_squares == 0 ? 0 : length / std::sqrt(sum_squares);
 }
 
-double RowFactor(const float* row, int64_t cols, double length) {
+double RowSum(const float* row, int64_t cols) {
   SegmentSums sums = {};
   ForSegments(0, cols, [&](int64_t i, int64_t n) { BestSegmentKernels().sums(row + i, n, &sums); });
-  return NormFactor(sums.sum_squares, length);
+  return sums.sum_squares;
 }
 
 // The whole step for a block of rows, in a buffer of the thread.
@@ -38,7 +38,7 @@ void RunFused(ThreadPool* pool, const RowWisePass& pass) {
               ElementWorker worker(pass.element);
               const int64_t end = std::min(rows, (block + 1) * block_rows);
               for (int64_t row = block * block_rows; row < end; ++row) {
-                // The same partial sums as RowFactor's, taken on the way.
+                // The same partial sums as RowSum's, taken on the way.
                 double squares = 0;
                 ForSegments(0, cols, [&](int64_t i, int64_t n) {
                   squares += worker.Run(row * cols + i, n, u + i, stats);
@@ -51,33 +51,44 @@ void RunFused(ThreadPool* pool, const RowWisePass& pass) {
             });
 }
 
-// o = u * length / |row| or |column|, in place.
-void NormaliseRows(ThreadPool* pool, int64_t rows, int64_t cols, double length, float* u) {
+// body(row) for every row of a rows x cols matrix.
+template <typename Body>
+void ForRows(ThreadPool* pool, int64_t rows, int64_t cols, const Body& body) {
   ForIndices(pool, CeilDiv(rows, RowsOfBlock(cols)), rows * cols, [&](int64_t block) {
-    const int64_t begin = block * RowsOfBlock(cols),
-                  end = std::min(rows, begin + RowsOfBlock(cols));
-    for (int64_t row = begin; row < end; ++row) {
-      const double factor = RowFactor(u + row * cols, cols, length);
-      BestSegmentKernels().scale_wide(factor, u + row * cols, u + row * cols, cols);
-    }
+    const int64_t end = std::min(rows, (block + 1) * RowsOfBlock(cols));
+    for (int64_t row = block * RowsOfBlock(cols); row < end; ++row) body(row);
   });
 }
 
-void NormaliseColumns(ThreadPool* pool, int64_t rows, int64_t cols, double length, float* u,
-                      double* factors) {
-  const SegmentKernels& kernels = BestSegmentKernels();
+void SumColumns(ThreadPool* pool, const float* u, int64_t rows, int64_t cols, double* sums) {
   ForIndices(pool, CeilDiv(cols, kColumnBlock), rows * cols, [&](int64_t block) {
     const int64_t col = block * kColumnBlock, n = std::min(kColumnBlock, cols - col);
-    std::fill_n(factors + col, n, 0.0);
+    std::fill_n(sums + col, n, 0.0);
     for (int64_t row = 0; row < rows; ++row)
-      kernels.add_squares(u + row * cols + col, factors + col, n);
-    for (int64_t j = col; j < col + n; ++j) factors[j] = NormFactor(factors[j], length);
+      BestSegmentKernels().add_squares(u + row * cols + col, sums + col, n);
   });
-  ForIndices(pool, CeilDiv(rows, RowsOfBlock(cols)), rows * cols, [&](int64_t block) {
-    const int64_t begin = block * RowsOfBlock(cols),
-                  end = std::min(rows, begin + RowsOfBlock(cols));
-    for (int64_t row = begin; row < end; ++row)
-      kernels.scale_each(factors, u + row * cols, u + row * cols, cols);
+}
+
+// o = u * length / |row| or |column|, in place.
+void NormaliseRows(ThreadPool* pool, const VectorPass& pass) {
+  ForRows(pool, pass.rows, pass.cols, [&](int64_t row) {
+    float* u = pass.u + row * pass.cols;
+    const double sum = pass.sums == nullptr ? RowSum(u, pass.cols) : pass.sums[row];
+    BestSegmentKernels().scale_wide(NormFactor(sum, pass.length), u, u, pass.cols);
+  });
+}
+
+void NormaliseColumns(ThreadPool* pool, const VectorPass& pass) {
+  double* const factors = pass.scratch;
+  const double* sums = pass.sums;
+  if (sums == nullptr) {
+    SumColumns(pool, pass.u, pass.rows, pass.cols, factors);
+    sums = factors;
+  }
+  for (int64_t j = 0; j < pass.cols; ++j) factors[j] = NormFactor(sums[j], pass.length);
+  ForRows(pool, pass.rows, pass.cols, [&](int64_t row) {
+    float* u = pass.u + row * pass.cols;
+    BestSegmentKernels().scale_each(factors, u, u, pass.cols);
   });
 }
 
@@ -144,12 +155,18 @@ void RunInWorkspace(ThreadPool* pool, const RowWisePass& pass) {
 
 }  // namespace
 
+void CpuRun(ThreadPool* pool, const VectorSumsPass& pass) {
+  if (pass.by_columns) return SumColumns(pool, pass.u, pass.rows, pass.cols, pass.sums);
+  ForRows(pool, pass.rows, pass.cols,
+          [&](int64_t row) { pass.sums[row] = RowSum(pass.u + row * pass.cols, pass.cols); });
+}
+
 void CpuRun(ThreadPool* pool, const VectorPass& pass) {
   const int64_t rows = pass.rows, cols = pass.cols;
   if (pass.by_columns) {
-    NormaliseColumns(pool, rows, cols, pass.length, pass.u, pass.scratch);
+    NormaliseColumns(pool, pass);
   } else {
-    NormaliseRows(pool, rows, cols, pass.length, pass.u);
+    NormaliseRows(pool, pass);
   }
   if (!pass.measure_spectral && !(pass.spectral_max > 0)) return;
   double norm = SpectralNorm(pool, pass.u, rows, cols, pass.scratch);

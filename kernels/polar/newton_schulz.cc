@@ -39,76 +39,6 @@ GemmArgs Product(const MatrixView& a, const MatrixView& b, double alpha, double 
   return args;
 }
 
-// C = X X^T
-GemmArgs GramOf(const MatrixView& x, const MatrixView& c) {
-  GemmArgs args = Product(x, x, c, /*symmetric=*/true);
-  args.transpose_b = true;
-  return args;
-}
-
-// The first X X^T, and X with it preconditioned where the plan says so.
-void EnqueueFirstGram(Stream* stream, const PolarPlan& plan, const MatrixView& x,
-                      const MatrixView& gram) {
-  stream->Gemm(GramOf(x, gram));
-  if (plan.normalise == Normalise::kAol) stream->Run(AolPass{gram, x});
-}
-
-// A = X X^T;  B = b A + c A^2;  X <- a X + B X
-MatrixView Standard(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixView spare,
-                    const MatrixView* squares) {
-  const MatrixView &gram = squares[0], &poly = squares[1];
-  bool first = true;
-  for (const Coefficients& k : plan.coefficients) {
-    if (first) {
-      EnqueueFirstGram(stream, plan, x, gram);
-    } else {
-      stream->Gemm(GramOf(x, gram));
-    }
-    first = false;
-    stream->Gemm(Product(gram, gram, k.c, k.b, gram, poly, true));
-    stream->Gemm(Product(poly, x, 1, k.a, x, spare, false));
-    std::swap(x, spare);
-  }
-  return x;
-}
-
-// R = X X^T, Q = I; at a restart X <- Q X and again. Z = b R + c R^2;  Q <- Q Z + a Q;  R <- (Z +
-// a) R (Z + a). All of R, Z and Q are polynomials of the same R, so every product is symmetric.
-MatrixView Gram(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixView spare,
-                const MatrixView* squares) {
-  MatrixView r = squares[0], z = squares[1], rz = squares[2], q = squares[3], next_q = squares[4];
-  const std::vector<int64_t>& restarts = plan.choice.restarts;
-  bool q_is_identity = true;
-  const auto restarts_at = [&](int64_t t) {
-    return std::find(restarts.begin(), restarts.end(), t) != restarts.end();
-  };
-  EnqueueFirstGram(stream, plan, x, r);
-  const int64_t steps = static_cast<int64_t>(plan.coefficients.size());
-  for (int64_t t = 0; t < steps; ++t) {
-    if (t > 0 && restarts_at(t)) {
-      stream->Gemm(Product(q, x, spare, false));
-      std::swap(x, spare);
-      stream->Gemm(GramOf(x, r));
-      q_is_identity = true;
-    }
-    const Coefficients& k = plan.coefficients[t];
-    stream->Gemm(Product(r, r, k.c, k.b, r, z, true));
-    if (q_is_identity) {
-      stream->AddDiagonal(z, static_cast<float>(k.a), q);
-    } else {
-      stream->Gemm(Product(q, z, 1, k.a, q, next_q, true));
-      std::swap(q, next_q);
-    }
-    q_is_identity = false;
-    if (t + 1 < steps && !restarts_at(t + 1)) {
-      stream->Gemm(Product(r, z, 1, k.a, r, rz, true));
-      stream->Gemm(Product(z, rz, 1, k.a, rz, r, true));
-    }
-  }
-  stream->Gemm(Product(q, x, spare, false));
-  return spare;
-}
-
 absl::StatusOr<DType> ComputeOf(const Rule& rule, int64_t short_side, const DeviceInfo& device) {
   const auto lacks = [&device](const char* type) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -146,6 +76,17 @@ absl::StatusOr<PolarPlan> MakePolarPlan(const Rule& rule, int64_t rows, int64_t 
   return plan;
 }
 
+PolarPlan MakeShardPolarPlan(const Rule& rule, int64_t rows, int64_t cols, int64_t length,
+                             int64_t longest) {
+  PolarPlan plan;
+  plan.coefficients = PolarCoefficients(rule);
+  plan.choice = ChooseShardedForm(rule, rows, cols, longest);
+  plan.normalise = rule.normalise;
+  plan.m = std::min(rows, cols);
+  plan.n = length;
+  return plan;
+}
+
 int64_t PolarWorkspaceBytes(const PolarPlan& plan, int64_t batch) {
   if (plan.fused_bytes != nullptr) return plan.fused_bytes(plan.m, plan.n, plan.gram());
   return (plan.gram() ? kGramSquares : kStandardSquares) * SquareBytes(plan, batch);
@@ -172,13 +113,97 @@ MatrixView EnqueueNormalisedPolar(Stream* stream, const PolarPlan& plan,
 MatrixView EnqueuePolar(Stream* stream, const PolarPlan& plan, MatrixView x, MatrixView spare,
                         void* workspace) {
   assert(plan.fused_bytes == nullptr);
-  MatrixView squares[kGramSquares];
+  PolarIterations iterations(plan, x, spare, workspace);
+  do iterations.EnqueueGram(stream);
+  while (!iterations.Advance(stream, iterations.gram()));
+  return iterations.x();
+}
+
+PolarIterations::PolarIterations(const PolarPlan& plan, const MatrixView& x,
+                                 const MatrixView& spare, void* workspace)
+    : plan_(plan), x_(x), spare_(spare) {
+  static_assert(kSquares == kGramSquares);
   for (int i = 0; i < (plan.gram() ? kGramSquares : kStandardSquares); ++i) {
-    squares[i] = {static_cast<char*>(workspace) + i * SquareBytes(plan, x.batch), plan.compute,
-                  plan.m, plan.m, x.batch};
+    squares_[i] = {static_cast<char*>(workspace) + i * SquareBytes(plan, x.batch), plan.compute,
+                   plan.m, plan.m, x.batch};
   }
-  return plan.gram() ? Gram(stream, plan, x, spare, squares)
-                     : Standard(stream, plan, x, spare, squares);
+}
+
+void PolarIterations::EnqueueGram(Stream* stream) const {
+  GemmArgs args = Product(x_, x_, gram(), /*symmetric=*/true);
+  args.transpose_b = true;
+  stream->Gemm(args);
+}
+
+bool PolarIterations::Advance(Stream* stream, const MatrixView& whole) {
+  const MatrixView r =
+      next_ == 0 && plan_.normalise == Normalise::kAol ? Precondition(stream, whole) : whole;
+  if (plan_.gram()) {
+    Gram(stream, r);
+  } else {
+    Standard(stream, r);
+  }
+  return next_ == static_cast<int64_t>(plan_.coefficients.size());
+}
+
+// AOL, in place.
+MatrixView PolarIterations::Precondition(Stream* stream, const MatrixView& whole) const {
+  if (whole.data != gram().data) stream->Convert(whole, gram());
+  stream->Run(AolPass{gram(), x_});
+  return gram();
+}
+
+// One iteration: A = X X^T;  B = b A + c A^2;  X <- a X + B X
+void PolarIterations::Standard(Stream* stream, const MatrixView& gram) {
+  const MatrixView& poly = squares_[1];
+  const Coefficients& k = plan_.coefficients[next_++];
+  stream->Gemm(Product(gram, gram, k.c, k.b, gram, poly, true));
+  stream->Gemm(Product(poly, x_, 1, k.a, x_, spare_, false));
+  std::swap(x_, spare_);
+  last_ = gram;
+}
+
+bool PolarIterations::RestartsAt(int64_t t) const {
+  const std::vector<int64_t>& restarts = plan_.choice.restarts;
+  return std::find(restarts.begin(), restarts.end(), t) != restarts.end();
+}
+
+// R = X X^T, Q = I; until a restart or the end Z = b R + c R^2;  Q <- Q Z + a Q;  R <- (Z + a) R (Z
+// + a); then X <- Q X. All of R, Z and Q are polynomials of the same R, so every product is
+// symmetric.
+void PolarIterations::Gram(Stream* stream, MatrixView r) {
+  const MatrixView &next_r = squares_[0], &z = squares_[1], &rz = squares_[2];
+  MatrixView q = squares_[3], next_q = squares_[4];
+  const auto steps = static_cast<int64_t>(plan_.coefficients.size());
+  for (bool q_is_identity = true;; q_is_identity = false) {
+    const Coefficients& k = plan_.coefficients[next_++];
+    stream->Gemm(Product(r, r, k.c, k.b, r, z, true));
+    if (q_is_identity) {
+      stream->AddDiagonal(z, static_cast<float>(k.a), q);
+    } else {
+      stream->Gemm(Product(q, z, 1, k.a, q, next_q, true));
+      std::swap(q, next_q);
+    }
+    if (next_ == steps || RestartsAt(next_)) break;
+    stream->Gemm(Product(r, z, 1, k.a, r, rz, true));
+    stream->Gemm(Product(z, rz, 1, k.a, rz, next_r, true));
+    r = next_r;
+  }
+  stream->Gemm(Product(q, x_, spare_, false));
+  std::swap(x_, spare_);
+  last_ = r;
+}
+
+// The last iteration multiplied X by Z + a, so that O O^T = (Z + a) R (Z + a).
+void PolarIterations::EnqueueResidual(Stream* stream, StepStats* stats) const {
+  const MatrixView& z = squares_[1];
+  stream->AddDiagonal(z, static_cast<float>(plan_.coefficients.back().a), z);
+  stream->Residual(last_, z, stats);
+}
+
+int64_t PolarGrams(const PolarPlan& plan) {
+  return static_cast<int64_t>(plan.gram() ? 1 + plan.choice.restarts.size()
+                                          : plan.coefficients.size());
 }
 
 std::string DescribePolar(const PolarPlan& plan) {

@@ -13,7 +13,7 @@
 namespace stiefel {
 namespace {
 
-int64_t FigureBytes() { return Aligned(sizeof(StepStats)); }
+static_assert(sizeof(StepStats) <= kFigureBytes);
 
 Delivery DeliveryOf(const StepArgs& args, const StepBuffers& buffers) {
   Delivery delivery;
@@ -27,7 +27,7 @@ Delivery DeliveryOf(const StepArgs& args, const StepBuffers& buffers) {
   return delivery;
 }
 
-double CostOf(const Rule& rule, int64_t rows, int64_t cols, StepKind kind) {
+double StepUnits(const Rule& rule, int64_t rows, int64_t cols, StepKind kind) {
   PlanMatrix matrix;
   matrix.rows = rows;
   matrix.cols = cols;
@@ -54,34 +54,28 @@ void SetScale(RuleStep* step, double s, double ratio) {
   step->pass.delivery.scale = s;
 }
 
-RuleBase::RuleBase(const Rule& rule, int64_t rows, int64_t cols, std::string method)
+RuleParts::RuleParts(const Rule& rule, int64_t rows, int64_t cols, std::string method)
     : rule_(rule),
       rows_(rows),
       cols_(cols),
       method_(std::move(method)),
       state_(RuleState(rule, rows, cols)),
-      refresh_cost_(CostOf(rule, rows, cols, StepKind::kRefresh)),
-      off_refresh_cost_(CostOf(rule, rows, cols, StepKind::kOffRefresh)) {}
+      refresh_cost_(StepUnits(rule, rows, cols, StepKind::kRefresh)),
+      off_refresh_cost_(StepUnits(rule, rows, cols, StepKind::kOffRefresh)) {}
 
-int64_t RuleBase::WorkspaceBytes() const { return FigureBytes() + StepWorkspaceBytes(); }
-
-double RuleBase::CostUnits(StepKind kind) const {
+double RuleParts::CostOf(StepKind kind) const {
   return kind == StepKind::kRefresh ? refresh_cost_ : off_refresh_cost_;
 }
 
-int RuleBase::StateIndex(std::string_view name) const {
+int RuleParts::StateIndex(std::string_view name) const {
   for (size_t i = 0; i < state_.size(); ++i) {
     if (state_[i].name == name) return static_cast<int>(i);
   }
   return -1;
 }
 
-absl::Status RuleBase::Compute(Stream* stream, const GradientView& gradient, const StepArgs& args,
-                               const StepBuffers& buffers, DeviceBuffer* workspace,
-                               StepResult* result) {
-  STIEFEL_RETURN_IF_ERROR(CheckArgs(args));
-  STIEFEL_RETURN_IF_ERROR(CheckBuffers(buffers, *workspace));
-  STIEFEL_ASSIGN_OR_RETURN(const GradientPlan plan, GradientPlan::Make(gradient, rows_, cols_));
+RuleStep RuleParts::Prepare(const GradientPlan& plan, const StepArgs& args,
+                            const StepBuffers& buffers, DeviceBuffer* workspace) const {
   RuleStep step;
   step.pass = Pass(plan, args);
   for (size_t i = 0; i < state_.size(); ++i) {
@@ -95,18 +89,20 @@ absl::Status RuleBase::Compute(Stream* stream, const GradientView& gradient, con
   step.pass.stats = workspace->as<StepStats>();
   step.args = args;
   step.buffers = &buffers;
-  step.workspace = workspace->as<char>() + FigureBytes();
-  stream->Zero(step.pass.stats, sizeof(StepStats));
-  const Measured measured = Enqueue(stream, &step);
+  step.workspace = workspace->as<char>() + kFigureBytes;
+  return step;
+}
+
+void RuleParts::Report(Stream* stream, const RuleStep& step, const Measured& measured,
+                       StepResult* result) const {
   auto stats = std::make_shared<StepStats>();
   stream->CopyToHost(stats.get(), step.pass.stats, sizeof(StepStats));
   stream->Then([stats, measured, result, elements = static_cast<double>(rows_ * cols_)](
                    const absl::Status&) { FillResult(*stats, measured, elements, result); });
-  return absl::OkStatus();
 }
 
-absl::Status RuleBase::Absorb(Stream* stream, const GradientView& gradient, const StepArgs& args,
-                              const std::vector<float*>& state) {
+absl::Status RuleParts::AbsorbBy(const EnqueueStep& enqueue, const GradientView& gradient,
+                                 const StepArgs& args, const std::vector<float*>& state) const {
   STIEFEL_RETURN_IF_ERROR(CheckArgs(args));
   if (state.size() != state_.size()) {
     return absl::InvalidArgumentError(
@@ -124,13 +120,34 @@ absl::Status RuleBase::Absorb(Stream* stream, const GradientView& gradient, cons
     step.pass.state[i] = state[i];
     step.pass.new_state[i] = state[i];
   }
-  EnqueueAbsorb(stream, &step);
+  enqueue(&step);
   return absl::OkStatus();
+}
+
+int64_t RuleBase::WorkspaceBytes() const { return kFigureBytes + StepWorkspaceBytes(); }
+
+absl::Status RuleBase::Compute(Stream* stream, const GradientView& gradient, const StepArgs& args,
+                               const StepBuffers& buffers, DeviceBuffer* workspace,
+                               StepResult* result) {
+  STIEFEL_RETURN_IF_ERROR(CheckArgs(args));
+  STIEFEL_RETURN_IF_ERROR(CheckBuffers(buffers, *workspace, WorkspaceBytes()));
+  STIEFEL_ASSIGN_OR_RETURN(const GradientPlan plan, GradientPlan::Make(gradient, rows_, cols_));
+  RuleStep step = Prepare(plan, args, buffers, workspace);
+  stream->Zero(step.pass.stats, sizeof(StepStats));
+  const Measured measured = Enqueue(stream, &step);
+  Report(stream, step, measured, result);
+  return absl::OkStatus();
+}
+
+absl::Status RuleBase::Absorb(Stream* stream, const GradientView& gradient, const StepArgs& args,
+                              const std::vector<float*>& state) {
+  return AbsorbBy([this, stream](RuleStep* step) { EnqueueAbsorb(stream, step); }, gradient, args,
+                  state);
 }
 
 void RuleBase::EnqueueAbsorb(Stream* stream, RuleStep* step) { stream->Run(step->pass); }
 
-absl::Status RuleBase::CheckArgs(const StepArgs& args) const {
+absl::Status RuleParts::CheckArgs(const StepArgs& args) const {
   const auto bad = [](std::string_view name, double value, std::string_view range) {
     return absl::InvalidArgumentError(absl::StrCat("step argument ", std::string(name), "=", value,
                                                    " is not ", std::string(range)));
@@ -152,8 +169,8 @@ absl::Status RuleBase::CheckArgs(const StepArgs& args) const {
   return absl::OkStatus();
 }
 
-absl::Status RuleBase::CheckBuffers(const StepBuffers& buffers,
-                                    const DeviceBuffer& workspace) const {
+absl::Status RuleParts::CheckBuffers(const StepBuffers& buffers, const DeviceBuffer& workspace,
+                                     int64_t workspace_bytes) const {
   if (buffers.state.size() != state_.size() || buffers.staged_state.size() != state_.size()) {
     return absl::InvalidArgumentError(
         absl::StrCat(buffers.state.size(), " state and ", buffers.staged_state.size(),
@@ -165,9 +182,9 @@ absl::Status RuleBase::CheckBuffers(const StepBuffers& buffers,
           absl::StrCat("state ", state_[i].name, " has no staged buffer, which it always needs"));
     }
   }
-  if (workspace.bytes() < WorkspaceBytes()) {
+  if (workspace.bytes() < workspace_bytes) {
     return absl::InvalidArgumentError(absl::StrCat("workspace of ", workspace.bytes(),
-                                                   " bytes; this matrix needs ", WorkspaceBytes()));
+                                                   " bytes; this matrix needs ", workspace_bytes));
   }
   if (buffers.delta == nullptr && buffers.weights == nullptr) {
     return absl::InvalidArgumentError("neither delta nor weights to write");
@@ -186,7 +203,7 @@ absl::Status RuleBase::CheckBuffers(const StepBuffers& buffers,
   return absl::OkStatus();
 }
 
-ElementPass RuleBase::Pass(const GradientPlan& plan, const StepArgs& args) const {
+ElementPass RuleParts::Pass(const GradientPlan& plan, const StepArgs& args) const {
   ElementPass pass;
   pass.gradient = &plan;
   pass.rows = rows_;

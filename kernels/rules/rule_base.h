@@ -4,6 +4,7 @@
 #define STIEFEL_KERNELS_RULES_RULE_BASE_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,6 +14,9 @@
 namespace stiefel {
 
 constexpr int kMaxRuleStates = 4;
+
+// Bytes at the beginning of every workspace, where the step's StepStats are; a multiple of 64.
+constexpr int64_t kFigureBytes = 128;
 
 // Pieces of one matrix (splits, tiles) that are under way at once, at most: each needs a workspace.
 constexpr int kMaxLanes = 16;
@@ -42,11 +46,47 @@ struct Measured {
   bool spectral = false;  // spectral_norm is
 };
 
-class RuleBase : public MatrixRule {
+// The checks and conversions themselves, for whatever offers the rule.
+class RuleParts {
+ public:
+  // REQUIRES: a rule that is valid for the shape.
+  RuleParts(const Rule& rule, int64_t rows, int64_t cols, std::string method);
+
+ protected:
+  using EnqueueStep = std::function<void(RuleStep* step)>;
+
+  absl::Status CheckArgs(const StepArgs& args) const;
+  absl::Status CheckBuffers(const StepBuffers& buffers, const DeviceBuffer& workspace,
+                            int64_t workspace_bytes) const;
+  // REQUIRES: checked arguments; a plan for this shape, which must outlive the step.
+  RuleStep Prepare(const GradientPlan& plan, const StepArgs& args, const StepBuffers& buffers,
+                   DeviceBuffer* workspace) const;
+  // Enqueues the copy of the figures and what fills `result` from them.
+  void Report(Stream* stream, const RuleStep& step, const Measured& measured,
+              StepResult* result) const;
+  // MatrixRule::Absorb, of which `enqueue` enqueues all.
+  absl::Status AbsorbBy(const EnqueueStep& enqueue, const GradientView& gradient,
+                        const StepArgs& args, const std::vector<float*>& state) const;
+  double CostOf(StepKind kind) const;
+  // The place of a buffer in the state, or -1.
+  int StateIndex(std::string_view name) const;
+
+  const Rule rule_;
+  const int64_t rows_, cols_;
+  const std::string method_;
+  const std::vector<StateBuffer> state_;
+
+ private:
+  ElementPass Pass(const GradientPlan& plan, const StepArgs& args) const;
+
+  const double refresh_cost_, off_refresh_cost_;
+};
+
+class RuleBase : public MatrixRule, protected RuleParts {
  public:
   const std::vector<StateBuffer>& State() const override { return state_; }
   const std::string& Method() const override { return method_; }
-  double CostUnits(StepKind kind) const override;
+  double CostUnits(StepKind kind) const override { return CostOf(kind); }
   int64_t WorkspaceBytes() const override;
   int64_t rows() const { return rows_; }
 
@@ -57,8 +97,7 @@ class RuleBase : public MatrixRule {
                       const std::vector<float*>& state) override;
 
  protected:
-  // REQUIRES: a rule that is valid for the shape.
-  RuleBase(const Rule& rule, int64_t rows, int64_t cols, std::string method);
+  using RuleParts::RuleParts;
 
   // Bytes of RuleStep::workspace; a multiple of 64.
   virtual int64_t StepWorkspaceBytes() const = 0;
@@ -67,21 +106,6 @@ class RuleBase : public MatrixRule {
   // Enqueues the absorption: step.state and step.staged are the same buffers, and there is no
   // workspace. By default the element pass alone.
   virtual void EnqueueAbsorb(Stream* stream, RuleStep* step);
-
-  // The place of a buffer in State(), or -1.
-  int StateIndex(std::string_view name) const;
-
-  const Rule rule_;
-  const int64_t rows_, cols_;
-
- private:
-  absl::Status CheckArgs(const StepArgs& args) const;
-  absl::Status CheckBuffers(const StepBuffers& buffers, const DeviceBuffer& workspace) const;
-  ElementPass Pass(const GradientPlan& plan, const StepArgs& args) const;
-
-  const std::string method_;
-  const std::vector<StateBuffer> state_;
-  const double refresh_cost_, off_refresh_cost_;
 };
 
 }  // namespace stiefel

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "kernels/rules/shaping.h"
+#include "kernels/rules/stages.h"
 
 namespace stiefel {
 namespace {
@@ -33,11 +34,6 @@ bool RefreshesAreTiled(const Rule& rule, int64_t rows, int64_t cols) {
   });
 }
 
-Rule WithRatio(Rule rule, double ratio) {
-  rule.off_refresh_lr_ratio = ratio;
-  return rule;
-}
-
 template <typename T>
 T* Take(char** memory, int64_t count) {
   auto* taken = reinterpret_cast<T*>(*memory);
@@ -49,7 +45,7 @@ T* Take(char** memory, int64_t count) {
 
 SpectralRule::SpectralRule(const Rule& rule, int64_t rows, int64_t cols, std::string method)
     : RuleBase(rule, rows, cols, std::move(method)),
-      full_lr_rule_(WithRatio(rule, 1)),
+      full_lr_rule_(WithFullLr(rule)),
       select_columns_(SelectsColumns(rule, rows, cols)),
       selected_(StateIndex("selected")),
       row_variance_(StateIndex("row_variance")),
@@ -330,7 +326,7 @@ bool SpectralRule::RowWise(Stream* stream, RuleStep* step, const Workspace& w) c
   vectors.rows = unit_->rows();
   vectors.cols = unit_->cols();
   vectors.by_columns = ByColumns();
-  vectors.length = VectorLength(vectors.by_columns);
+  vectors.length = VectorLength(rule_, vectors.rows, vectors.cols, vectors.by_columns);
   vectors.measure_spectral = (step->args.step - 1) / rule_.period % kSpectralEvery == 0;
   vectors.spectral_max = rule_.row_spectral_max;
   vectors.stats = step->pass.stats;
@@ -362,33 +358,7 @@ void SpectralRule::CarryOver(Stream* stream, RuleStep* step, int state) const {
 }
 
 bool SpectralRule::ByColumns() const {
-  const int64_t rows = unit_->rows(), cols = unit_->cols();
-  switch (rule_.row_axis) {
-    case RowAxis::kRows:
-      return false;
-    case RowAxis::kCols:
-      return true;
-    case RowAxis::kLong:
-      return cols > rows;
-    case RowAxis::kShort:
-      return cols < rows;
-  }
-  return false;
-}
-
-// |O_i|_2 of every row (or column) i.
-double SpectralRule::VectorLength(bool by_columns) const {
-  const auto vectors = static_cast<double>(by_columns ? unit_->cols() : unit_->rows());
-  const auto entries = static_cast<double>(by_columns ? unit_->rows() : unit_->cols());
-  switch (rule_.row_scale) {
-    case RowScale::kMatchPolarFro:
-      return std::sqrt(std::min(vectors, entries) / vectors);
-    case RowScale::kUnit:
-      return 1;
-    case RowScale::kRms:
-      return rule_.row_rms * std::sqrt(entries);
-  }
-  return 1;
+  return NormalisesColumns(rule_, unit_->rows(), unit_->cols());
 }
 
 }  // namespace stiefel

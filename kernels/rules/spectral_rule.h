@@ -77,9 +77,8 @@ class SpectralRule final : public RuleBase {
   void CarryOver(Stream* stream, RuleStep* step, int state) const;
 
   bool ByColumns() const;
-  double VectorLength(bool by_columns) const;
 
-  const Rule full_lr_rule_;  // the rule with off_refresh_lr_ratio 1
+  const Rule full_lr_rule_;  // WithFullLr
   const bool select_columns_;
   const int selected_, row_variance_, leading_directions_;  // places in the state, or -1
   std::optional<PolarUnit> unit_;                           // the whole, or the selected vectors

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "common/status.h"
+#include "kernels/rules/stages.h"
 
 namespace stiefel {
 
@@ -11,8 +12,7 @@ absl::StatusOr<PolarUnit> PolarUnit::Make(const Rule& rule, int64_t rows, int64_
   PolarUnit unit;
   unit.rows_ = rows;
   unit.cols_ = cols;
-  unit.eps_add_ = rule.eps_mode == EpsMode::kAdd ? rule.eps : 0;
-  unit.eps_floor_ = rule.eps_mode == EpsMode::kClamp ? rule.eps : 0;
+  unit.normalise_ = NormaliseBy(rule);
   STIEFEL_ASSIGN_OR_RETURN(unit.plan_, MakePolarPlan(rule, rows, cols, device));
   return unit;
 }
@@ -24,15 +24,12 @@ UnitUpdate PolarUnit::Enqueue(Stream* stream, const float* u, int64_t stride,
                               StepStats* stats) const {
   const MatrixView operand{x, plan_.compute, plan_.m, plan_.n, 1};
   const MatrixView other{spare, plan_.compute, plan_.m, plan_.n, 1};
-  NormalisePass normalise;
+  NormalisePass normalise = normalise_;
   normalise.u = u;
   normalise.rows = rows_;
   normalise.cols = cols_;
   normalise.stride = stride;
   normalise.transpose = rows_ > cols_;
-  normalise.power_of_two = plan_.normalise == Normalise::kAol;
-  normalise.eps_add = eps_add_;
-  normalise.eps_floor = eps_floor_;
   normalise.x = operand;
   normalise.figures = figures;
   UnitUpdate update;

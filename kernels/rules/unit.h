@@ -37,7 +37,7 @@ class PolarUnit {
   PolarUnit() = default;
 
   int64_t rows_ = 0, cols_ = 0;
-  double eps_add_ = 0, eps_floor_ = 0;
+  NormalisePass normalise_;  // NormaliseBy
   PolarPlan plan_;
 };
 

@@ -6,6 +6,16 @@
 #include "common/dtype.h"
 
 namespace stiefel {
+namespace {
+
+std::unique_ptr<MatrixRule> RuleOnDevice(Backend* backend, const Rule& rule, int64_t rows,
+                                         int64_t cols,
+                                         std::optional<std::pair<int64_t, int64_t>> partner) {
+  if (rule.family == RuleFamily::kPolora && !partner.has_value()) partner = {cols, rows};
+  return std::move(MatrixRule::Create(rule, rows, cols, backend, partner)).value();
+}
+
+}  // namespace
 
 std::vector<HostPiece> WholeGradient(const Dense& g) {
   return {{WholeRect(g.rows, g.cols), g.values}};
@@ -23,45 +33,50 @@ std::optional<PairOnHost> SomePair(const Rule& rule, int64_t rows, int64_t cols)
   return pair;
 }
 
-MatrixOnDevice::MatrixOnDevice(Backend* backend, const Rule& rule, int64_t rows, int64_t cols,
-                               std::optional<std::pair<int64_t, int64_t>> partner)
-    : backend_(backend), rows_(rows), cols_(cols), some_pair_(SomePair(rule, rows, cols)) {
+MatrixMemory::MatrixMemory(Backend* backend, std::vector<StateBuffer> state, int64_t rows,
+                           int64_t cols, int64_t workspace_bytes)
+    : backend_(backend), specs_(std::move(state)), rows_(rows), cols_(cols) {
   stream_ = std::move(backend->CreateStream()).value();
-  if (some_pair_.has_value() && !partner.has_value()) partner = {cols, rows};
-  rule_ = std::move(MatrixRule::Create(rule, rows, cols, backend, partner)).value();
-  for (const StateBuffer& spec : rule_->State()) {
+  for (const StateBuffer& spec : specs_) {
     DeviceBuffer buffer =
         std::move(backend->Allocate(spec.rows * spec.cols * sizeof(float))).value();
     stream_->Zero(buffer.data(), buffer.bytes());
     state_.push_back(std::move(buffer));
   }
-  workspace_ = std::move(backend->Allocate(rule_->WorkspaceBytes())).value();
+  workspace_ = std::move(backend->Allocate(workspace_bytes)).value();
 }
 
-DeviceBuffer MatrixOnDevice::ToDevice(const void* data, int64_t bytes, int64_t shift) {
-  DeviceBuffer buffer = std::move(backend_->Allocate(bytes + shift)).value();
-  stream_->CopyToDevice(buffer.as<char>() + shift, data, bytes);
-  return buffer;
+void* MatrixMemory::Output(int64_t bytes, Step* step, int64_t shift) {
+  step->others.push_back(std::move(backend_->Allocate(bytes + shift)).value());
+  return step->others.back().as<char>() + shift;
 }
 
-std::vector<DeviceBuffer> MatrixOnDevice::ToDevice(const HostView& view, int64_t misalign,
-                                                   GradientView* device) {
-  std::vector<DeviceBuffer> data;
-  device->mean = view.mean;
-  device->grad_scale = view.grad_scale;
+void* MatrixMemory::ToDevice(const void* data, int64_t bytes, Step* step, int64_t shift) {
+  void* device = Output(bytes, step, shift);
+  stream_->CopyToDevice(device, data, bytes);
+  return device;
+}
+
+void* MatrixMemory::ToDevice(const Dense& a, Step* step) {
+  const std::vector<float> fp32(a.values.begin(), a.values.end());
+  return ToDevice(fp32.data(), static_cast<int64_t>(fp32.size() * sizeof(float)), step);
+}
+
+void MatrixMemory::GradientToDevice(const HostView& view, int64_t misalign, Step* step) {
+  step->gradient.mean = view.mean;
+  step->gradient.grad_scale = view.grad_scale;
   for (const HostPiece& piece : view.pieces) {
     std::vector<float> fp32(piece.values.begin(), piece.values.end());
     std::vector<char> raw(fp32.size() * DTypeSize(piece.dtype));
     Convert(fp32.data(), DType::kFp32, raw.data(), piece.dtype, static_cast<int64_t>(fp32.size()));
-    const int64_t shift = misalign * DTypeSize(piece.dtype);
-    data.push_back(ToDevice(raw.data(), static_cast<int64_t>(raw.size()), shift));
-    device->pieces.push_back({piece.rect, data.back().as<char>() + shift, piece.dtype, piece.weight,
-                              piece.group, piece.group});
+    const void* data = ToDevice(raw.data(), static_cast<int64_t>(raw.size()), step,
+                                misalign * DTypeSize(piece.dtype));
+    step->gradient.pieces.push_back(
+        {piece.rect, data, piece.dtype, piece.weight, piece.group, piece.group});
   }
-  return data;
 }
 
-std::vector<float> MatrixOnDevice::ToHost(const void* device, DType dtype, int64_t elements) {
+std::vector<float> MatrixMemory::ToHost(const void* device, DType dtype, int64_t elements) {
   std::vector<char> raw(elements * DTypeSize(dtype));
   stream_->CopyToHost(raw.data(), device, static_cast<int64_t>(raw.size()));
   EXPECT_TRUE(stream_->Synchronize().ok());
@@ -70,84 +85,89 @@ std::vector<float> MatrixOnDevice::ToHost(const void* device, DType dtype, int64
   return values;
 }
 
-void MatrixOnDevice::Commit(const GradientView& gradient, const StepArgs& args,
-                            std::vector<DeviceBuffer> staged) {
-  bool absorb = false;
-  std::vector<float*> state;
+std::unique_ptr<MatrixMemory::Step> MatrixMemory::Begin(const HostView& view,
+                                                        const StepOptions& options,
+                                                        const std::optional<PairOnHost>& pair) {
+  const int64_t elements = rows_ * cols_;
+  auto step = std::make_unique<Step>();
+  GradientToDevice(view, options.misalign, step.get());
+  StepBuffers& buffers = step->buffers;
+  step->staged.resize(state_.size());
   for (size_t i = 0; i < state_.size(); ++i) {
-    if (staged[i].data() == nullptr) absorb = true;
-    if (staged[i].data() != nullptr) state_[i] = std::move(staged[i]);
-    state.push_back(state_[i].as<float>());
+    buffers.state.push_back(state_[i].as<float>());
+    if (!options.lazy || !specs_[i].elementwise)
+      step->staged[i] = std::move(backend_->Allocate(state_[i].bytes())).value();
+    buffers.staged_state.push_back(step->staged[i].as<float>());
   }
-  if (!absorb) return;
-  const absl::Status absorbed = rule_->Absorb(stream_.get(), gradient, args, state);
-  EXPECT_TRUE(absorbed.ok()) << absorbed;
+  if (pair.has_value()) {
+    buffers.weights = static_cast<float*>(ToDevice(pair->weights, step.get()));
+    buffers.partner_weights = static_cast<float*>(ToDevice(pair->partner_weights, step.get()));
+    for (const Dense& state : pair->partner_state)
+      buffers.partner_state.push_back(static_cast<float*>(ToDevice(state, step.get())));
+  }
+  if (options.weights.has_value()) {
+    buffers.weights =
+        static_cast<float*>(ToDevice(options.weights->data(), elements * 4, step.get()));
+    buffers.staged_weights = static_cast<float*>(Output(elements * 4, step.get()));
+    buffers.weights_payload = Output(elements * 4, step.get());
+    buffers.payload_dtype = options.payload_dtype;
+  } else {
+    buffers.delta =
+        Output(elements * 4, step.get(), options.misalign * DTypeSize(options.delta_dtype));
+    buffers.delta_dtype = options.delta_dtype;
+  }
+  return step;
 }
+
+void MatrixMemory::Take(Step* step, const StepOptions& options, const Absorb& absorb,
+                        Outcome* outcome) {
+  const int64_t elements = rows_ * cols_;
+  if (options.weights.has_value()) {
+    outcome->weights = ToHost(step->buffers.staged_weights, DType::kFp32, elements);
+    outcome->payload = ToHost(step->buffers.weights_payload, options.payload_dtype, elements);
+  } else {
+    outcome->delta = ToHost(step->buffers.delta, options.delta_dtype, elements);
+  }
+  if (options.commit) {
+    bool all_staged = true;
+    std::vector<float*> state;
+    for (size_t i = 0; i < state_.size(); ++i) {
+      if (step->staged[i].data() == nullptr) all_staged = false;
+      if (step->staged[i].data() != nullptr) state_[i] = std::move(step->staged[i]);
+      state.push_back(state_[i].as<float>());
+    }
+    if (!all_staged) {
+      const absl::Status absorbed = absorb(stream_.get(), step->gradient, state);
+      EXPECT_TRUE(absorbed.ok()) << absorbed;
+    }
+  }
+  for (DeviceBuffer& buffer : state_) {
+    outcome->state.push_back(
+        ToHost(buffer.data(), DType::kFp32, buffer.bytes() / static_cast<int64_t>(sizeof(float))));
+  }
+}
+
+MatrixOnDevice::MatrixOnDevice(Backend* backend, const Rule& rule, int64_t rows, int64_t cols,
+                               std::optional<std::pair<int64_t, int64_t>> partner)
+    : some_pair_(SomePair(rule, rows, cols)),
+      rule_(RuleOnDevice(backend, rule, rows, cols, partner)),
+      memory_(backend, rule_->State(), rows, cols, rule_->WorkspaceBytes()) {}
 
 Outcome MatrixOnDevice::Step(const HostView& view, const StepArgs& args,
                              const StepOptions& options) {
-  const int64_t elements = rows_ * cols_;
-  GradientView gradient;
-  const std::vector<DeviceBuffer> data = ToDevice(view, options.misalign, &gradient);
-
-  StepBuffers buffers;
-  std::vector<DeviceBuffer> staged(state_.size());
-  for (size_t i = 0; i < state_.size(); ++i) {
-    buffers.state.push_back(state_[i].as<float>());
-    if (!options.lazy || !rule_->State()[i].elementwise)
-      staged[i] = std::move(backend_->Allocate(state_[i].bytes())).value();
-    buffers.staged_state.push_back(staged[i].as<float>());
-  }
-
-  const auto upload = [&](const Dense& a) {
-    const std::vector<float> fp32(a.values.begin(), a.values.end());
-    return ToDevice(fp32.data(), static_cast<int64_t>(fp32.size() * sizeof(float)));
-  };
-  DeviceBuffer weights, partner_weights;
-  std::vector<DeviceBuffer> partner_state;
-  const std::optional<PairOnHost>& pair = options.pair.has_value() ? options.pair : some_pair_;
-  if (pair.has_value()) {
-    weights = upload(pair->weights);
-    partner_weights = upload(pair->partner_weights);
-    buffers.weights = weights.as<float>();
-    buffers.partner_weights = partner_weights.as<float>();
-    for (const Dense& state : pair->partner_state) {
-      partner_state.push_back(upload(state));
-      buffers.partner_state.push_back(partner_state.back().as<float>());
-    }
-  }
-  const int64_t shift = options.misalign * DTypeSize(options.delta_dtype);
-  DeviceBuffer delta = std::move(backend_->Allocate(elements * 4 + shift)).value();
-  DeviceBuffer staged_weights, payload;
-  if (options.weights.has_value()) {
-    weights = ToDevice(options.weights->data(), elements * 4);
-    staged_weights = std::move(backend_->Allocate(elements * 4)).value();
-    payload = std::move(backend_->Allocate(elements * 4)).value();
-    buffers.weights = weights.as<float>();
-    buffers.staged_weights = staged_weights.as<float>();
-    buffers.weights_payload = payload.data();
-    buffers.payload_dtype = options.payload_dtype;
-  } else {
-    buffers.delta = delta.as<char>() + shift;
-    buffers.delta_dtype = options.delta_dtype;
-  }
-
+  const std::unique_ptr<MatrixMemory::Step> step =
+      memory_.Begin(view, options, options.pair.has_value() ? options.pair : some_pair_);
   Outcome outcome;
-  const absl::Status status =
-      rule_->Compute(stream_.get(), gradient, args, buffers, &workspace_, &outcome.result);
+  const absl::Status status = rule_->Compute(memory_.stream(), step->gradient, args, step->buffers,
+                                             memory_.workspace(), &outcome.result);
   EXPECT_TRUE(status.ok()) << status;
-  EXPECT_TRUE(stream_->Synchronize().ok());
-  if (options.weights.has_value()) {
-    outcome.weights = ToHost(staged_weights.data(), DType::kFp32, elements);
-    outcome.payload = ToHost(payload.data(), options.payload_dtype, elements);
-  } else {
-    outcome.delta = ToHost(buffers.delta, options.delta_dtype, elements);
-  }
-  if (options.commit) Commit(gradient, args, std::move(staged));
-  for (DeviceBuffer& buffer : state_) {
-    outcome.state.push_back(
-        ToHost(buffer.data(), DType::kFp32, buffer.bytes() / static_cast<int64_t>(sizeof(float))));
-  }
+  EXPECT_TRUE(memory_.stream()->Synchronize().ok());
+  memory_.Take(
+      step.get(), options,
+      [&](Stream* stream, const GradientView& gradient, const std::vector<float*>& state) {
+        return rule_->Absorb(stream, gradient, args, state);
+      },
+      &outcome);
   return outcome;
 }
 

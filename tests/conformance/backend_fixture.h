@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -75,8 +76,47 @@ struct StepOptions {
   int64_t misalign = 0;  // elements by which delta and pieces are shifted
 };
 
-// One matrix and its state on a device. REQUIRES: a rule that the backend accepts for the shape.
-// `partner` is the shape of a polora matrix's other factor; unset: that of SomePair().
+// The state of one matrix on a device, and the memory of its steps, whatever computes them.
+class MatrixMemory {
+ public:
+  // What one step reads and writes.
+  struct Step {
+    GradientView gradient;
+    StepBuffers buffers;
+    std::vector<DeviceBuffer> staged;  // state; null data where not staged
+    std::vector<DeviceBuffer> others;
+  };
+
+  MatrixMemory(Backend* backend, std::vector<StateBuffer> state, int64_t rows, int64_t cols,
+               int64_t workspace_bytes);
+
+  Stream* stream() { return stream_.get(); }
+  DeviceBuffer* workspace() { return &workspace_; }
+  std::unique_ptr<Step> Begin(const HostView& view, const StepOptions& options,
+                              const std::optional<PairOnHost>& pair);
+  // The end of a step that has been computed: delta or weights and payload, and where `options`
+  // commit, which absorbs with `absorb` what was not staged, the state after it.
+  using Absorb =
+      std::function<absl::Status(Stream*, const GradientView&, const std::vector<float*>&)>;
+  void Take(Step* step, const StepOptions& options, const Absorb& absorb, Outcome* outcome);
+
+ private:
+  void* ToDevice(const void* data, int64_t bytes, Step* step, int64_t shift = 0);
+  void* ToDevice(const Dense& a, Step* step);
+  void* Output(int64_t bytes, Step* step, int64_t shift = 0);
+  void GradientToDevice(const HostView& view, int64_t misalign, Step* step);
+  std::vector<float> ToHost(const void* device, DType dtype, int64_t elements);
+
+  Backend* const backend_;
+  const std::vector<StateBuffer> specs_;
+  const int64_t rows_, cols_;
+  std::unique_ptr<Stream> stream_;
+  std::vector<DeviceBuffer> state_;
+  DeviceBuffer workspace_;
+};
+
+// One matrix and its rule. REQUIRES: a rule that the backend accepts for the shape. `partner` is
+// the shape of a polora matrix's other factor; unset: that of SomePair().
 class MatrixOnDevice {
  public:
   MatrixOnDevice(Backend* backend, const Rule& rule, int64_t rows, int64_t cols,
@@ -86,19 +126,9 @@ class MatrixOnDevice {
   MatrixRule& rule() { return *rule_; }
 
  private:
-  DeviceBuffer ToDevice(const void* data, int64_t bytes, int64_t shift = 0);
-  std::vector<float> ToHost(const void* device, DType dtype, int64_t elements);
-
-  std::vector<DeviceBuffer> ToDevice(const HostView& view, int64_t misalign, GradientView* device);
-  void Commit(const GradientView& gradient, const StepArgs& args, std::vector<DeviceBuffer> staged);
-
-  Backend* const backend_;
-  const int64_t rows_, cols_;
   const std::optional<PairOnHost> some_pair_;
-  std::unique_ptr<Stream> stream_;
-  std::unique_ptr<MatrixRule> rule_;
-  std::vector<DeviceBuffer> state_;
-  DeviceBuffer workspace_;
+  const std::unique_ptr<MatrixRule> rule_;
+  MatrixMemory memory_;
 };
 
 // Arguments of step `step` (no step skipped before it) with the rule's own lr and weight decay.

@@ -111,8 +111,19 @@ void Agreement::Take(double error_over_tolerance, const std::string& at) {
 void CompareWithReference(Backend* backend, const Rule& rule, int64_t rows, int64_t cols,
                           int64_t phase, int64_t steps, uint64_t seed, Agreement* agreement) {
   MatrixOnDevice matrix(backend, InFp32(rule), rows, cols);
+  const auto step = [&matrix](const HostView& view, const StepArgs& args,
+                              const StepOptions& options) {
+    return matrix.Step(view, args, options);
+  };
+  CompareWithReference(step, rule, rows, cols, phase, steps, seed, agreement);
+}
+
+void CompareWithReference(const StepUnderTest& under_test, const Rule& rule, int64_t rows,
+                          int64_t cols, int64_t phase, int64_t steps, uint64_t seed,
+                          Agreement* agreement) {
+  const std::vector<StateBuffer> specs = RuleState(rule, rows, cols);
   ReferenceRule reference(rule, rows, cols);
-  const bool keeps_momentum = !matrix.rule().State().empty();
+  const bool keeps_momentum = !specs.empty();
   for (int64_t step = 1; step <= steps; ++step) {
     const Dense gradient = Rounded(RandomNormal(rows, cols, seed + static_cast<uint64_t>(step)));
     StepArgs args = ArgsOf(rule, phase, step);
@@ -122,7 +133,7 @@ void CompareWithReference(Backend* backend, const Rule& rule, int64_t rows, int6
     StepOptions options;
     options.lazy = step == 2;
     if (step == 3) options.weights = RandomWeights(rows, cols, seed);
-    const Outcome got = matrix.Step({WholeGradient(gradient)}, args, options);
+    const Outcome got = under_test({WholeGradient(gradient)}, args, options);
     const ReferenceStep want = StepOf(&reference, rule, gradient, args, options);
     const std::string where = DescribeRule(rule) + " " + std::to_string(rows) + "x" +
                               std::to_string(cols) + " phase " + std::to_string(phase) + " step " +
@@ -138,11 +149,12 @@ void CompareWithReference(Backend* backend, const Rule& rule, int64_t rows, int6
       }
       EXPECT_LE(error, tolerance) << where;
       agreement->Take(error / tolerance, where);
+      agreement->worst_error = std::max(agreement->worst_error, error);
     }
     const std::vector<Dense> state = reference.state();
     ASSERT_EQ(got.state.size(), state.size()) << where;
     for (size_t i = 0; i < state.size(); ++i) {
-      const StateBuffer& buffer = matrix.rule().State()[i];
+      const StateBuffer& buffer = specs[i];
       if (!ComparesState(buffer)) continue;
       // Momentum may cancel: its terms are as large as the gradient.
       const double scale =

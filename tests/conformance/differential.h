@@ -3,6 +3,7 @@
 #define STIEFEL_TESTS_CONFORMANCE_DIFFERENTIAL_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "tests/conformance/backend_fixture.h"
@@ -27,15 +28,23 @@ double Fp32Tolerance(const Rule& rule, const ReferenceStep& step, const StepArgs
 // What a comparison found: the largest error over its tolerance.
 struct Agreement {
   double worst = 0;
+  double worst_error = 0;  // of the largest entry, whatever the tolerance
   std::string where;
   void Take(double error_over_tolerance, const std::string& at);
 };
+
+// One step of whatever is compared.
+using StepUnderTest =
+    std::function<Outcome(const HostView& view, const StepArgs& args, const StepOptions& options)>;
 
 // `steps` steps of a rows x cols matrix: random normal gradients, the second step clipped and
 // committed lazily, the third in WEIGHTS mode with another beta. EXPECTs that deltas (or weights),
 // state and figures agree.
 void CompareWithReference(Backend* backend, const Rule& rule, int64_t rows, int64_t cols,
                           int64_t phase, int64_t steps, uint64_t seed, Agreement* agreement);
+void CompareWithReference(const StepUnderTest& under_test, const Rule& rule, int64_t rows,
+                          int64_t cols, int64_t phase, int64_t steps, uint64_t seed,
+                          Agreement* agreement);
 
 }  // namespace stiefel
 

@@ -1,6 +1,9 @@
 #include "tests/conformance/option_cases.h"
 
+#include <algorithm>
 #include <map>
+#include <random>
+#include <set>
 
 namespace stiefel {
 namespace {
@@ -56,6 +59,56 @@ const std::map<std::string, std::vector<std::string>>& Values() {
   return values;
 }
 
+// Sides from 1 to 300, mostly small: tall, wide and square.
+class Shapes {
+ public:
+  explicit Shapes(uint64_t seed) : random_(seed) {}
+
+  std::pair<int64_t, int64_t> Next() {
+    // A third are square, which neither side of is special.
+    const int64_t rows = Side(), cols = Pick(3) == 0 ? rows : Side();
+    // One dimension, and few large ones.
+    if (rows * cols > 100 * 100 && Pick(8) > 0) return {rows, 1 + Pick(20)};
+    return {rows, cols};
+  }
+  int64_t Pick(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
+
+ private:
+  int64_t Side() {
+    const int64_t kind = Pick(10);
+    return kind == 0 ? 1 : kind == 1 ? 1 + Pick(300) : 2 + Pick(40);
+  }
+
+  std::mt19937_64 random_;
+};
+
+std::vector<OptionCase> MakeAllCases() {
+  Shapes shapes(7);
+  std::vector<OptionCase> cases;
+  std::vector<std::string> keys;
+  for (std::string_view key : OptionKeys()) keys.emplace_back(key);
+  for (const PresetInfo& info : Presets()) {
+    for (size_t a = 0; a < keys.size(); ++a) {
+      for (size_t b = a; b < keys.size(); ++b) {
+        auto [rows, cols] = shapes.Next();
+        if (info.name == "polora") {  // of which either side may be the rank
+          rows = 1 + rows % 40;
+          cols = 1 + cols % 40;
+        }
+        for (const OptionChange& first : ChangesOf(keys[a], rows)) {
+          for (const OptionChange& second : ChangesOf(keys[b], rows)) {
+            if (a == b && first != second) continue;
+            const std::vector<OptionChange> changes = {first, second};
+            for (const Rule& rule : Combined(std::string(info.name), changes, rows, cols))
+              cases.push_back({rule, rows, cols, changes});
+          }
+        }
+      }
+    }
+  }
+  return cases;
+}
+
 }  // namespace
 
 std::vector<OptionChange> ChangesOf(const std::string& key, int64_t rows) {
@@ -83,6 +136,33 @@ std::vector<Rule> Combined(const std::string& preset, const std::vector<OptionCh
   }
   if (ChangedOptions(rule).empty() || !ValidateRule(rule, rows, cols).ok()) return {};
   return {rule};
+}
+
+const std::vector<OptionCase>& AllOptionCases() {
+  static const auto& cases = *new std::vector<OptionCase>(MakeAllCases());
+  return cases;
+}
+
+std::vector<OptionCase> Sampled(std::vector<OptionCase> cases, size_t count, uint64_t seed) {
+  std::shuffle(cases.begin(), cases.end(), std::mt19937_64(seed));
+  std::set<std::string> seen;
+  std::vector<OptionCase> chosen, others;
+  for (OptionCase& c : cases) {
+    bool fresh = false;
+    for (const auto& [key, value] : c.changes)
+      fresh |= seen.insert(key == "splits" ? key : key + "=" + value).second;
+    (fresh ? chosen : others).push_back(std::move(c));
+  }
+  for (size_t i = 0; i < others.size() && chosen.size() < count; ++i)
+    chosen.push_back(std::move(others[i]));
+  return chosen;
+}
+
+int64_t PhaseOf(const OptionCase& option_case, size_t index) {
+  const Rule& rule = option_case.rule;
+  return rule.phase_mode == PhaseMode::kNumber
+             ? rule.phase
+             : static_cast<int64_t>(index) % std::min<int64_t>(rule.period, 3);
 }
 
 }  // namespace stiefel
