@@ -12,7 +12,7 @@
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/support/client_callback.h"
 #include "proto/chunk_codec.h"
-#include "proto/protocol.h"
+#include "proto/grpc_channel.h"
 
 namespace stiefel {
 namespace {
@@ -21,8 +21,6 @@ using grpc::ByteBuffer;
 using Reactor = grpc::ClientBidiReactor<ByteBuffer, ByteBuffer>;
 
 constexpr char kService[] = "/stiefel.v1.Optimizer/";
-constexpr int kKeepaliveMillis = 10000;
-constexpr int kWindowBytes = 8 << 20;
 
 ByteBuffer ToByteBuffer(const std::string& bytes) {
   const grpc::Slice slice(bytes);
@@ -40,23 +38,9 @@ std::string ToBytes(const ByteBuffer& buffer) {
   return bytes;
 }
 
+// The one place where a trainer's credentials are made.
 std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) {
-  grpc::ChannelArguments arguments;
-  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMillis);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveMillis);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
-  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
-  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kWindowBytes);
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 5000);  // how long one attempt may take
-  arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
-  arguments.SetMaxSendMessageSize(kMaxMessageBytes);
-  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  return MakeGrpcChannel(address, grpc::InsecureChannelCredentials());
 }
 
 // A bidirectional stream of byte buffers. It ends in one way only: the read that is always
