@@ -99,9 +99,11 @@ void PeerCollective::Start(const CollectiveKey& key, const CollectivePart& part,
     MutexLock lock(&mutex_);
     if (CheckLive(key).ok()) {
       const Entry& entry = Find(key);
-      entry.strand->Post([operation = entry.operation, part, done = std::move(done)] {
-        operation->Start(part, done);
-      });
+      // Moved on, so that the strand never is the last to hold what `done` holds: that may be this
+      // collective.
+      auto held = std::make_shared<Done>(std::move(done));
+      entry.strand->Post(
+          [operation = entry.operation, part, held] { operation->Start(part, std::move(*held)); });
       return;
     }
     refused = absl::CancelledError(absl::StrCat(DescribeKey(key), " is over"));
