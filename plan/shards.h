@@ -31,9 +31,9 @@ std::vector<Rect> ShardRects(int64_t rows, int64_t cols, const std::vector<int64
 std::vector<int64_t> EvenCuts(int64_t rows, int64_t cols, int64_t shards);
 
 // Whether a matrix under this rule may be cut. Element-wise rules always; spectral ones where whole
-// matrices are orthogonalised and nothing but their Gram matrix, and the norms of vectors, is a
-// sum over shards. INVALID_ARGUMENT with the option that forbids it. REQUIRES: a rule that is valid
-// for the shape.
+// matrices are orthogonalised in fp32 and nothing but their Gram matrix, and the norms of vectors,
+// is a sum over shards: docs/mathematics.md section 9. INVALID_ARGUMENT with the option that
+// forbids it. REQUIRES: a rule that is valid for the shape.
 absl::Status ValidateSharding(const Rule& rule, int64_t rows, int64_t cols);
 
 }  // namespace stiefel

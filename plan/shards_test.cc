@@ -62,6 +62,15 @@ TEST(ShardsTest, SaysWhichOptionForbidsSharding) {
   EXPECT_THAT(why("samuon", "", ""), HasSubstr("shaping"));
   EXPECT_THAT(why("normuon", "", ""), HasSubstr("row variance"));
   EXPECT_THAT(why("polora", "", ""), HasSubstr("polora"));
+  EXPECT_EQ(why("muon", "compute", "fp32"), "");
+  EXPECT_THAT(why("muon", "compute", "bf16"), HasSubstr("fp32"));
+  EXPECT_THAT(why("muonbp", "", ""), HasSubstr("tiles"));
+  EXPECT_THAT(why("periodic_rowwise_muon", "row_spectral_max", "2"), HasSubstr("row_spectral_max"));
+  // The sum over ranges of rows is the Gram matrix of columns; AOL scales the short side, and of a
+  // square matrix rows.
+  EXPECT_EQ(why("turbo_muon", "", ""), "");
+  EXPECT_THAT(std::string(ValidateSharding(*PresetRule("turbo_muon"), 32, 32).message()),
+              HasSubstr("square"));
 }
 
 }  // namespace

@@ -140,6 +140,33 @@ TEST(CpuGemmTest, ResidualOfKnownMatrices) {
   EXPECT_NEAR(residual, 3, 1e-6);
 }
 
+// From R = X X^T and P a polynomial of it, the residual of P X, of which all rows or some are
+// sampled.
+TEST(CpuGemmTest, ResidualFromGramMatrixAndPolynomialIsThatOfTheProduct) {
+  ThreadPool pool(2);
+  for (const int64_t m : {1, 13, 200, 300}) {
+    const int64_t n = m + 50;
+    std::vector<float> x = Random(m * n, 7), r(m * m), p(m * m), product(m * n);
+    for (float& v : x) v /= std::sqrt(static_cast<float>(m * n));
+    const auto multiply = [&](const MatrixView& a, const MatrixView& b, bool transpose,
+                              const MatrixView& c) {
+      GemmArgs args;
+      args.a = a;
+      args.b = b;
+      args.c = c;
+      args.transpose_b = transpose;
+      ASSERT_TRUE(CpuGemm(&pool, args).ok());
+    };
+    multiply(View(&x, m, n), View(&x, m, n), true, View(&r, m, m));
+    for (int64_t i = 0; i < m * m; ++i) p[i] = -4 * r[i] + (i % (m + 1) == 0 ? 3.0f : 0.0f);
+    multiply(View(&p, m, m), View(&x, m, n), false, View(&product, m, n));
+    double want = -1, residual = -1;
+    ASSERT_TRUE(CpuResidual(&pool, View(&product, m, n), &want).ok());
+    ASSERT_TRUE(CpuResidual(&pool, View(&r, m, m), View(&p, m, m), &residual).ok());
+    EXPECT_NEAR(residual, want, 1e-5 * want) << m;
+  }
+}
+
 // CASES F13.
 TEST(Bf16MatmulTest, AThousandShapesLeaveABoundedNumberOfPrimitives) {
   if (!CpuHasBf16()) GTEST_SKIP() << "no bf16 on this processor";
