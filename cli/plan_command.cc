@@ -1,9 +1,11 @@
 #include "cli/plan_command.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cli/plan_report.h"
 #include "common/status.h"
@@ -26,28 +28,55 @@ absl::Status Check(const PlanCommandOptions& options) {
   return absl::OkStatus();
 }
 
+// "key=value" in two.
+absl::StatusOr<std::pair<std::string, std::string>> Assignment(const char* flag,
+                                                               const std::string& text) {
+  const size_t equals = text.rfind('=');
+  if (equals == std::string::npos || equals == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(flag, " ", text, " is not of the form key=value"));
+  }
+  return std::make_pair(text.substr(0, equals), text.substr(equals + 1));
+}
+
 absl::StatusOr<ModelOverrides> Overrides(const PlanCommandOptions& options) {
   ModelOverrides overrides;
   overrides.preset = options.preset;
-  for (const std::string& assignment : options.set) {
-    const size_t equals = assignment.find('=');
-    if (equals == std::string::npos || equals == 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--set ", assignment, " is not of the form key=value"));
-    }
-    overrides.options.emplace_back(assignment.substr(0, equals), assignment.substr(equals + 1));
+  for (const std::string& text : options.set) {
+    STIEFEL_ASSIGN_OR_RETURN(overrides.options.emplace_back(), Assignment("--set", text));
   }
   return overrides;
+}
+
+// By matrix, as PlanRequest takes them.
+absl::StatusOr<std::vector<int64_t>> ForcedShards(const PlanCommandOptions& options,
+                                                  const std::vector<PlanMatrix>& matrices) {
+  std::vector<int64_t> forced(options.shards.empty() ? 0 : matrices.size(), 0);
+  for (const std::string& text : options.shards) {
+    STIEFEL_ASSIGN_OR_RETURN(const auto assignment, Assignment("--shards", text));
+    const auto matrix = std::find_if(matrices.begin(), matrices.end(), [&](const PlanMatrix& m) {
+      return m.name == assignment.first;
+    });
+    int64_t number = 0;
+    if (matrix == matrices.end() || !absl::SimpleAtoi(assignment.second, &number) || number < 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--shards ", text, ": ", matrix == matrices.end() ? "no matrix of this name" : "",
+          matrix == matrices.end() ? "" : "not a positive number"));
+    }
+    forced[matrix - matrices.begin()] = number;
+  }
+  return forced;
 }
 
 absl::StatusOr<PlanRequest> Request(const PlanCommandOptions& options, const ModelSpec& model) {
   PlanRequest request;
   request.matrices = Matrices(model);
+  STIEFEL_ASSIGN_OR_RETURN(request.forced_shards, ForcedShards(options, request.matrices));
   request.push_copies = options.push_copies;
   STIEFEL_ASSIGN_OR_RETURN(request.memory.staging, ParseStaging(options.staging));
   request.memory.weights_mode = options.weights_mode;
   request.memory.matrices_in_flight = options.matrices_in_flight;
-  request.memory.streams = options.streams_per_trainer * options.machine.trainers;
+  request.memory.ranks = options.machine.trainers;
   request.memory.window_bytes = static_cast<int64_t>(options.window_bytes);
   for (int64_t s = 0; s < options.servers; ++s) {
     ServerSpec server;
@@ -64,6 +93,10 @@ void AddModelOptions(CLI::App* command, PlanCommandOptions* options) {
   command->add_option("--preset", options->preset,
                       "rule of the parameters that name none, instead of the model's default");
   command->add_option("--set", options->set, "key=value: an option of that rule; may be repeated")
+      ->take_all();
+  command
+      ->add_option("--shards", options->shards,
+                   "matrix=number: cut it into so many shards; 1: never; may be repeated")
       ->take_all();
   command->add_flag("--json", options->json, "one JSON object instead of tables");
 }
@@ -89,11 +122,8 @@ void AddTrainerOptions(CLI::App* command, PlanCommandOptions* options) {
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   command
-      ->add_option("--streams", options->streams_per_trainer,
-                   "data streams of a trainer to a server")
-      ->check(CLI::Range(0, 1 << 10))
-      ->capture_default_str();
-  command->add_option("--window", options->window_bytes, "bytes under way on a stream, e.g. 32m")
+      ->add_option("--window", options->window_bytes,
+                   "credit window of each trainer at a server (its --credit-window), e.g. 32m")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
       ->check(CLI::Range(uint64_t{0}, uint64_t{1} << 32))
       ->capture_default_str();

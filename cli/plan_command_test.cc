@@ -32,7 +32,8 @@ TEST(PlanCommand, JsonHasThePlanAndItsNumbers) {
   std::string output;
   ASSERT_TRUE(RunCommand({"plan", "plan/models/gpt2_124m.json", "--servers=2", "--preset",
                           "periodic_rowwise_muon", "--set", "period=4", "--set", "lr=0.01",
-                          "--staging=lazy", "--trainers=3", "--streams=2", "--window=1m", "--json"},
+                          "--staging=lazy", "--trainers=3", "--window=1m", "--shards",
+                          "wte.weight=2", "--json"},
                          &output)
                   .ok());
   const nlohmann::json json = nlohmann::json::parse(output);
@@ -45,15 +46,20 @@ TEST(PlanCommand, JsonHasThePlanAndItsNumbers) {
   for (const auto& server : json["servers"]) {
     parameters += server["parameters"].get<int64_t>();
     EXPECT_EQ(server["staged_bytes"], 0);
-    EXPECT_EQ(server["stream_bytes"], 3 * 2 << 20);
+    EXPECT_EQ(server["stream_bytes"], 3 << 20);
     int64_t sum = 0;
     for (const char* part : {"state_bytes", "staged_bytes", "weights_bytes", "push_bytes",
-                             "payload_bytes", "workspace_bytes", "stream_bytes"}) {
+                             "payload_bytes", "workspace_bytes", "held_bytes", "stream_bytes"}) {
       sum += server[part].get<int64_t>();
     }
     EXPECT_EQ(server["total_bytes"], sum);
   }
   EXPECT_EQ(parameters, 124439808);
+  ASSERT_EQ(json["shards"].size(), 149);
+  EXPECT_EQ(json["shards"][1]["matrix"], "wte.weight");
+  EXPECT_EQ(json["shards"][1]["shard"], 1);
+  EXPECT_EQ(json["shards"][1]["rows"], nlohmann::json({25129, 50257}));
+  EXPECT_EQ(json["shards"][1]["cols"], nlohmann::json({0, 768}));
   EXPECT_EQ(json["pull_bytes_per_step"], 3.0 * 2 * 124439808);
   EXPECT_THAT(json["matrices"][4]["rule"].get<std::string>(), HasSubstr("lr=0.01"));
 }
@@ -85,6 +91,11 @@ TEST(PlanCommand, RefusesWithTheReason) {
       {{"plan", model, "--set", "lr"}, absl::StatusCode::kInvalidArgument, "key=value"},
       {{"plan", model, "--set", "period=0"}, absl::StatusCode::kInvalidArgument, "period"},
       {{"plan", model, "--preset", "moun"}, absl::StatusCode::kInvalidArgument, "muon"},
+      {{"plan", model, "--shards", "wte=2"}, absl::StatusCode::kInvalidArgument, "no matrix"},
+      {{"plan", model, "--shards", "wte.weight=0"}, absl::StatusCode::kInvalidArgument, "positive"},
+      {{"plan", model, "--shards", "wte.weight=50258"},
+       absl::StatusCode::kInvalidArgument,
+       "50257 x 768 matrix cannot be cut into 50258"},
       {{"plan", model, "--staging=eager"}, absl::StatusCode::kInvalidArgument, "eager"},
       {{"plan", model, "--memory=1m"}, absl::StatusCode::kResourceExhausted, "1048576"},
       {{"plan", "none.json"}, absl::StatusCode::kNotFound, "none.json"},

@@ -14,11 +14,11 @@ namespace {
 constexpr size_t kMaxRows = 32;
 
 std::string ServerTable(const Explanation& explanation) {
-  Table table({"server", "matrices", "parameters", "memory", "bytes/param", "push/step",
-               "pull/step", "slowest step"});
+  Table table({"server", "shards", "parameters", "memory", "bytes/param", "push/step", "pull/step",
+               "slowest step"});
   for (size_t s = 0; s < explanation.servers.size() && s < kMaxRows; ++s) {
     const ServerLoad& server = explanation.servers[s];
-    table.AddRow({absl::StrCat(s), absl::StrCat(server.matrices), Count(server.elements),
+    table.AddRow({absl::StrCat(s), absl::StrCat(server.shards), Count(server.elements),
                   Bytes(static_cast<double>(server.total_bytes)),
                   absl::StrFormat("%.2f", server.BytesPerParameter()),
                   Bytes(server.push_bytes_per_step), Bytes(server.pull_bytes_per_step),
@@ -57,13 +57,14 @@ std::string MemoryLine(const Explanation& explanation) {
     sum.push += server.bytes.push;
     sum.pull += server.bytes.pull;
     sum.workspace += server.bytes.workspace;
+    sum.held += server.bytes.held;
     streams += server.stream_bytes;
   }
   const auto show = [](int64_t bytes) { return Bytes(static_cast<double>(bytes)); };
   return absl::StrCat("memory of all servers: state ", show(sum.state), ", staging ",
                       show(sum.staged), ", weights ", show(sum.weights), ", push ", show(sum.push),
                       ", payload ", show(sum.pull), ", workspace ", show(sum.workspace),
-                      ", streams ", show(streams), "\n");
+                      ", held by shards ", show(sum.held), ", streams ", show(streams), "\n");
 }
 
 std::string Verdict(const PlanRequest& request, const Machine& machine,
@@ -99,7 +100,7 @@ std::string Verdict(const PlanRequest& request, const Machine& machine,
 nlohmann::json ServersJson(const Explanation& explanation) {
   nlohmann::json servers = nlohmann::json::array();
   for (const ServerLoad& server : explanation.servers) {
-    servers.push_back({{"matrices", server.matrices},
+    servers.push_back({{"shards", server.shards},
                        {"parameters", server.elements},
                        {"total_bytes", server.total_bytes},
                        {"state_bytes", server.bytes.state},
@@ -108,6 +109,7 @@ nlohmann::json ServersJson(const Explanation& explanation) {
                        {"push_bytes", server.bytes.push},
                        {"payload_bytes", server.bytes.pull},
                        {"workspace_bytes", server.bytes.workspace},
+                       {"held_bytes", server.bytes.held},
                        {"stream_bytes", server.stream_bytes},
                        {"bytes_per_parameter", server.BytesPerParameter()},
                        {"push_bytes_per_step", server.push_bytes_per_step},
@@ -138,10 +140,23 @@ nlohmann::json MatricesJson(const PlanRequest& request, const Plan& plan) {
                         {"cols", matrix.cols},
                         {"rule", DescribeRule(matrix.rule)},
                         {"period", matrix.rule.period},
-                        {"phase", plan.phases[i]},
-                        {"owner", plan.owners[i]}});
+                        {"phase", plan.phases[i]}});
   }
   return matrices;
+}
+
+// In the order in which a run numbers them.
+nlohmann::json ShardsJson(const PlanRequest& request, const Plan& plan) {
+  nlohmann::json shards = nlohmann::json::array();
+  for (const PlanShard& shard : ShardsOfPlan(request.matrices, plan.cuts)) {
+    const Rect& rect = shard.rect;
+    shards.push_back({{"matrix", request.matrices[shard.matrix].name},
+                      {"shard", shard.shard},
+                      {"rows", {rect.row_begin, rect.row_end}},
+                      {"cols", {rect.col_begin, rect.col_end}},
+                      {"owner", plan.owners[shards.size()]}});
+  }
+  return shards;
 }
 
 nlohmann::json MachineJson(const Machine& machine) {
@@ -186,7 +201,8 @@ std::string PlanJson(const std::string& model, const PlanRequest& request, const
                          {"assumed", MachineJson(machine)},
                          {"servers", ServersJson(explanation)},
                          {"cycle", CycleJson(explanation)},
-                         {"matrices", MatricesJson(request, plan)}};
+                         {"matrices", MatricesJson(request, plan)},
+                         {"shards", ShardsJson(request, plan)}};
   if (explanation.largest_matrix >= 0) {
     json["largest_matrix"] = request.matrices[explanation.largest_matrix].name;
   }

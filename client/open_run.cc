@@ -53,10 +53,11 @@ absl::StatusOr<Plan> PlanRun(const Layout& layout, const Survey& survey) {
     request.matrices.push_back({matrix.name, matrix.rows, matrix.cols, matrix.rule,
                                 parameter.push_dtype,
                                 parameter.pull_dtype.value_or(parameter.push_dtype)});
+    request.forced_shards.push_back(parameter.shards);
   }
   const TrainerOptions& options = layout.options();
   request.memory.weights_mode = options.mode == UpdateMode::kWeights;
-  request.memory.streams = int64_t{options.world_size} * options.data_streams;
+  request.memory.ranks = options.world_size;
   for (const v1::ServerInfo& info : survey.infos) {
     ServerSpec server;
     server.speed = info.speed() > 0 ? info.speed() : 1;
@@ -178,6 +179,12 @@ absl::Status OpenRun(const Servers& servers, const Layout& layout, const Survey&
   *request.mutable_leader() = leader.ToProto();
   for (const int64_t phase : plan.phases) request.add_phases(static_cast<int32_t>(phase));
   for (const int32_t owner : plan.owners) request.add_owners(owner);
+  for (size_t i = 0; i < plan.cuts.size(); ++i) {
+    if (plan.cuts[i].empty()) continue;
+    v1::Cuts* cuts = request.add_cuts();
+    cuts->set_parameter(static_cast<int32_t>(i));
+    cuts->mutable_at()->Add(plan.cuts[i].begin(), plan.cuts[i].end());
+  }
   const auto opened = CallAllAs<v1::OpenRunResponse>(
       servers, "OpenRun",
       [&request](int server, int64_t) {

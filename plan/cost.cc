@@ -1,6 +1,7 @@
 #include "plan/cost.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 
@@ -83,6 +84,48 @@ StepKind Kind(const Rule& rule, StepKind kind) {
   return rule.period == 1 ? StepKind::kRefresh : kind;
 }
 
+// Whether the vectors that a row-wise step normalises are cut by the shards.
+bool RowWiseCrossesShards(const PlanMatrix& shard) {
+  const bool rows_are_cut = shard.whole_rows >= shard.whole_cols;
+  switch (shard.rule.row_axis) {
+    case RowAxis::kRows:
+      return !rows_are_cut;
+    case RowAxis::kCols:
+      return rows_are_cut;
+    case RowAxis::kLong:
+      return false;
+    default:
+      return shard.whole_rows != shard.whole_cols;
+  }
+}
+
+// Products and traffic of a shard of a spectral rule's matrix.
+void AddSharded(const PlanMatrix& shard, StepKind kind, Cost* cost) {
+  const int64_t m = std::min(shard.whole_rows, shard.whole_cols);
+  const int64_t n = std::max(shard.whole_rows, shard.whole_cols);
+  const auto values = static_cast<double>(m);
+  const auto shards = static_cast<double>(shard.shards);
+  // Whole bytes, so that units stay integers.
+  const auto sent = [&](double bytes) { return std::ceil(2 * (shards - 1) / shards * bytes); };
+  if (kind == StepKind::kOffRefresh) {
+    if (!RowWiseCrossesShards(shard)) return;
+    cost->peer_bytes += sent(8 * values);
+    cost->collectives += 1;
+    return;
+  }
+  const Rule& rule = shard.rule;
+  const int64_t longest = (n + shard.shards - 1) / shard.shards;  // of even shards
+  const FormChoice choice = ChooseShardedForm(rule, shard.whole_rows, shard.whole_cols, longest);
+  const auto sums =
+      static_cast<double>(RefreshSums(rule, shard.whole_rows, shard.whole_cols, longest));
+  const int64_t length = shard.whole_rows >= shard.whole_cols ? shard.rows : shard.cols;
+  cost->flops +=
+      ShardPolarFlops(m, length, choice.form, static_cast<int64_t>(PolarCoefficients(rule).size()),
+                      static_cast<int64_t>(choice.restarts.size()));
+  cost->peer_bytes += sums * sent(4 * values * values);
+  cost->collectives += 1 + sums;
+}
+
 bool Orthogonalises(const Rule& rule, StepKind kind) {
   return rule.family == RuleFamily::kSpectral &&
          (kind == StepKind::kRefresh || rule.off_refresh == OffRefresh::kTiled);
@@ -157,6 +200,13 @@ FormChoice ChooseShardedForm(const Rule& rule, int64_t rows, int64_t cols, int64
   return choice;
 }
 
+int64_t RefreshSums(const Rule& rule, int64_t rows, int64_t cols, int64_t longest) {
+  if (rule.family != RuleFamily::kSpectral) return 0;
+  const FormChoice choice = ChooseShardedForm(rule, rows, cols, longest);
+  return choice.form == PolarForm::kGram ? 1 + static_cast<int64_t>(choice.restarts.size())
+                                         : static_cast<int64_t>(PolarCoefficients(rule).size());
+}
+
 double ProductFlops(const Rule& rule, int64_t rows, int64_t cols, StepKind asked) {
   const StepKind kind = Kind(rule, asked);
   if (rule.family == RuleFamily::kPolora) return PoloraFlops(rule, rows, cols);
@@ -182,7 +232,12 @@ Cost StepCost(const PlanMatrix& matrix, StepKind asked) {
   const auto push = static_cast<double>(DTypeSize(matrix.push_dtype));
   const auto pull = static_cast<double>(DTypeSize(matrix.pull_dtype));
   Cost cost;
-  cost.flops = kElementFlops * elements + ProductFlops(rule, matrix.rows, matrix.cols, kind);
+  cost.flops = kElementFlops * elements;
+  if (matrix.IsShard() && rule.family == RuleFamily::kSpectral) {
+    AddSharded(matrix, kind, &cost);
+  } else {
+    cost.flops += ProductFlops(rule, matrix.rows, matrix.cols, kind);
+  }
   cost.bytes = elements * (push + pull) + kStateReadAndWrite * state;
   if (rule.family == RuleFamily::kPolora) {
     cost.bytes += elements * (push + kStateReadAndWrite + kDirectionReadAndWrite);

@@ -65,21 +65,34 @@ inline constexpr double kFlopsPerPeerByte = 1024;
 // the choice are those of one owner.
 FormChoice ChooseShardedForm(const Rule& rule, int64_t rows, int64_t cols, int64_t longest);
 
+// Sums of m x m fp32 values over the owners in one refresh of such a matrix: 1 + restarts in the
+// Gram form, one for every iteration in the standard form; 0 for rules of other families.
+int64_t RefreshSums(const Rule& rule, int64_t rows, int64_t cols, int64_t longest);
+
 // Nominal machine balance with which operations and bytes become one number: a byte moved costs as
 // much as this many operations. A constant, because phases must follow from the model alone.
 inline constexpr double kFlopsPerByte = 16;
+// The same of a collective, whatever its size: its messages and the waiting.
+inline constexpr double kFlopsPerCollective = 5e8;
 
 struct Cost {
   double flops = 0;
-  double bytes = 0;
+  double bytes = 0;        // memory traffic
+  double peer_bytes = 0;   // sent to the owners of other shards
+  double collectives = 0;  // waits for them
 
   // Comparable cost. An integer below 2^53 for every matrix of practical size, so that sums do not
   // depend on order.
-  double Units() const { return flops + kFlopsPerByte * bytes; }
+  double Units() const {
+    return flops + kFlopsPerByte * bytes + kFlopsPerPeerByte * peer_bytes +
+           kFlopsPerCollective * collectives;
+  }
 
   Cost& operator+=(const Cost& other) {
     flops += other.flops;
     bytes += other.bytes;
+    peer_bytes += other.peer_bytes;
+    collectives += other.collectives;
     return *this;
   }
 };
@@ -104,6 +117,12 @@ inline constexpr int64_t kPoloraSmall = 60;
 // what orthogonalises, or selects rows, also writes and reads the direction in fp32; row variance
 // reads the update once more; row_spectral_max makes ten passes over it; polora reads and writes
 // the weights and reads the gradient twice. A rule without a period costs a refresh at either kind.
+//
+// Of a shard of a spectral rule's matrix, s shards in all and each on a server of its own: products
+// by ShardPolarFlops; besides, every sum of the refresh sends 2 (s-1)/s m^2 fp32 values, a row-wise
+// step whose vectors cross the shards as many fp64 sums as the short side has vectors, and each is
+// one collective, as is the exchange of figures before a refresh.
+//
 // REQUIRES: a valid rule for the matrix.
 Cost StepCost(const PlanMatrix& matrix, StepKind kind);
 

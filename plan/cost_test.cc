@@ -171,6 +171,44 @@ TEST(StepCost, BytesOfTheExtraPasses) {
   EXPECT_EQ(StepCost(capped, StepKind::kOffRefresh).bytes - free, 40 * elements);
 }
 
+// Sums over shards are those of the whole plus what each does anew: m^3 products and the traffic of
+// docs/ARCHITECTURE.md section 8.
+TEST(StepCost, OfShards) {
+  const PlanMatrix whole = Matrix(128, 1024, "muon");
+  const FormChoice form = ChooseShardedForm(whole.rule, 128, 1024, 512);
+  EXPECT_EQ(form.form, PolarForm::kGram);
+  ASSERT_EQ(form.restarts.size(), 1u);
+  EXPECT_EQ(RefreshSums(whole.rule, 128, 1024, 512), 2);
+  for (int64_t shards : {2, 4}) {
+    Cost sum;
+    for (int64_t i = 0; i < shards; ++i) {
+      const int64_t length = 1024 / shards;
+      sum += StepCost(ShardOfMatrix(whole, {0, 128, i * length, (i + 1) * length}, shards),
+                      StepKind::kRefresh);
+    }
+    const double m3 = 128.0 * 128 * 128, p = static_cast<double>(shards);
+    EXPECT_EQ(sum.flops, 8.0 * 128 * 1024 + (14 * p + 6 * 8) * m3);
+    EXPECT_EQ(sum.bytes, StepCost(whole, StepKind::kRefresh).bytes);
+    EXPECT_EQ(sum.peer_bytes, 2 * 2 * (p - 1) * 4 * 128 * 128);
+    EXPECT_EQ(sum.collectives, 3 * p);
+  }
+  // Row-wise: rows are cut by column shards, and lie within row shards.
+  PlanMatrix wide = Matrix(128, 1024, "periodic_rowwise_muon");
+  Cost cost = StepCost(ShardOfMatrix(wide, {0, 128, 0, 512}, 2), StepKind::kOffRefresh);
+  EXPECT_EQ(cost.peer_bytes, 128 * 8);
+  EXPECT_EQ(cost.collectives, 1);
+  PlanMatrix tall = Matrix(1024, 128, "periodic_rowwise_muon");
+  cost = StepCost(ShardOfMatrix(tall, {0, 512, 0, 128}, 2), StepKind::kOffRefresh);
+  EXPECT_EQ(cost.peer_bytes + cost.collectives, 0);
+  tall.rule.row_axis = RowAxis::kShort;
+  cost = StepCost(ShardOfMatrix(tall, {0, 512, 0, 128}, 2), StepKind::kOffRefresh);
+  EXPECT_EQ(cost.peer_bytes, 128 * 8);
+  // Element-wise shards cost their share.
+  const PlanMatrix adam = Matrix(1024, 128, "adamw");
+  Cost half = StepCost(ShardOfMatrix(adam, {0, 512, 0, 128}, 2), StepKind::kRefresh);
+  EXPECT_EQ(2 * half.Units(), StepCost(adam, StepKind::kRefresh).Units());
+}
+
 TEST(CycleSteps, LeastCommonMultipleUpToALimit) {
   std::vector<PlanMatrix> matrices;
   EXPECT_EQ(CycleSteps(matrices), 1);

@@ -33,19 +33,22 @@ std::vector<ServerLoad> LoadServers(const PlanRequest& request, const Plan& plan
     server.flops.assign(cycle, 0);
     server.compute_seconds.assign(cycle, 0);
   }
-  for (size_t i = 0; i < request.matrices.size(); ++i) {
-    const PlanMatrix& matrix = request.matrices[i];
+  const std::vector<PlanShard> shards = ShardsOfPlan(request.matrices, plan.cuts);
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const int32_t index = shards[i].matrix;
+    const PlanMatrix matrix = ShardOfMatrix(request.matrices[index], shards[i].rect,
+                                            static_cast<int64_t>(plan.cuts[index].size()) + 1);
     ServerLoad& server = servers[plan.owners[i]];
     const double speed = request.servers[plan.owners[i]].speed;
     const int64_t elements = matrix.rows * matrix.cols;
-    ++server.matrices;
+    ++server.shards;
     server.elements += elements;
     server.push_bytes_per_step += PushBytes(request, matrix);
     server.pull_bytes_per_step += PayloadBytes(matrix) * static_cast<double>(machine.trainers);
     tallies[plan.owners[i]].Add(
         *BytesOfMatrix(matrix, elements * request.push_copies, request.memory));
     for (int64_t r = 0; r < cycle; ++r) {
-      const Cost cost = StepCost(matrix, KindAtStep(matrix.rule, plan.phases[i], r + 1));
+      const Cost cost = StepCost(matrix, KindAtStep(matrix.rule, plan.phases[index], r + 1));
       server.flops[r] += cost.flops;
       server.compute_seconds[r] +=
           Seconds(cost, machine.flops_per_second, machine.memory_bytes_per_second) / speed;

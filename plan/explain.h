@@ -35,7 +35,7 @@ struct Machine {
 };
 
 struct ServerLoad {
-  int64_t matrices = 0;
+  int64_t shards = 0;    // Owned; a matrix that is not cut is one.
   int64_t elements = 0;  // Parameters owned.
   MatrixBytes bytes;     // Sums; workspace is that of the matrices in flight.
   int64_t stream_bytes = 0;
@@ -45,7 +45,7 @@ struct ServerLoad {
   std::vector<double> flops;            // By step of the cycle.
   std::vector<double> compute_seconds;  // By step of the cycle.
 
-  // State, staging, weights, push and payload; 0 without parameters.
+  // State, staging, weights, push, payload and what shards hold; 0 without parameters.
   double BytesPerParameter() const;
 };
 

@@ -36,7 +36,7 @@ TEST(ExplainPlan, TimesAndBytesFollowTheStatedModel) {
   const double compute = (cost.flops + cost.bytes) / 1e6;
 
   ASSERT_EQ(e.servers.size(), 2u);
-  EXPECT_EQ(e.servers[0].matrices, 1);
+  EXPECT_EQ(e.servers[0].shards, 1);
   EXPECT_EQ(e.servers[0].push_bytes_per_step, 20000);
   EXPECT_EQ(e.servers[0].pull_bytes_per_step, 40000 * 2);  // Both trainers pull.
   EXPECT_DOUBLE_EQ(e.servers[0].BytesPerParameter(), 4 + 4 + 2 + 4);

@@ -16,7 +16,8 @@ constexpr int64_t kFp32Bytes = 4;
 constexpr int64_t kFp64Bytes = 8;
 constexpr int64_t kFigureBytes = 2048;     // of a matrix or split, with what alignment takes
 constexpr int64_t kVectorBytes = 24;       // of a row and a column: norms, places, factors
-constexpr int64_t kTileFigureBytes = 128;  // of a tile
+constexpr int64_t kTileFigureBytes = 128;  // of a tile or shard
+constexpr int64_t kShardSquares = 7;       // m x m matrices of a shard, as memory.h counts them
 constexpr int64_t kRowWiseBlocks = 16;
 constexpr int64_t kMaxLanes = 16;           // splits under way at once, where they are small:
 constexpr int64_t kMaxLaneBytes = 2 << 20;  // with no more workspace than this
@@ -130,6 +131,16 @@ int64_t WorkspaceBytes(const Rule& rule, int64_t rows, int64_t cols, int64_t par
   }
 }
 
+int64_t ShardWorkspaceBytes(int64_t rows, int64_t cols, int64_t whole_rows, int64_t whole_cols,
+                            int64_t shards) {
+  const int64_t m = std::min(whole_rows, whole_cols);
+  const Bytes figures =
+      Bytes(kFigureBytes) + Bytes(shards) * kTileFigureBytes + (Bytes(rows) + cols) * kVectorBytes;
+  const Bytes bytes =
+      figures + Bytes(rows) * cols * (2 * kFp32Bytes) + Bytes(m) * m * (kShardSquares * kFp32Bytes);
+  return bytes.value();
+}
+
 absl::StatusOr<MatrixBytes> BytesOfMatrix(const PlanMatrix& matrix, int64_t declared_push_elements,
                                           const MemoryOptions& options) {
   int64_t elements = 0, bound = 0;
@@ -142,8 +153,14 @@ absl::StatusOr<MatrixBytes> BytesOfMatrix(const PlanMatrix& matrix, int64_t decl
       !CheckedAdd(bound, bytes.push, &bound)) {
     return BadShape(matrix.name, matrix.rows, matrix.cols);
   }
-  bytes.workspace = WorkspaceBytes(matrix.rule, matrix.rows, matrix.cols, matrix.partner_elements);
-  if (!CheckedAdd(bound, bytes.workspace, &bound)) {
+  if (matrix.IsShard() && matrix.rule.family == RuleFamily::kSpectral) {
+    bytes.held = ShardWorkspaceBytes(matrix.rows, matrix.cols, matrix.whole_rows, matrix.whole_cols,
+                                     matrix.shards);
+  } else {
+    bytes.workspace =
+        WorkspaceBytes(matrix.rule, matrix.rows, matrix.cols, matrix.partner_elements);
+  }
+  if (!CheckedAdd(bound, SaturatingAdd(bytes.workspace, bytes.held), &bound)) {
     return BadShape(matrix.name, matrix.rows, matrix.cols);
   }
   for (const StateBuffer& buffer : RuleState(matrix.rule, matrix.rows, matrix.cols)) {
@@ -159,7 +176,7 @@ absl::StatusOr<MatrixBytes> BytesOfMatrix(const PlanMatrix& matrix, int64_t decl
 
 MemoryTally::MemoryTally(const MemoryOptions& options)
     : in_flight_(options.matrices_in_flight),
-      stream_bytes_(SaturatingMul(options.streams, options.window_bytes)) {}
+      stream_bytes_(SaturatingMul(options.ranks, options.window_bytes)) {}
 
 void MemoryTally::Add(const MatrixBytes& matrix) {
   sums_.state = SaturatingAdd(sums_.state, matrix.state);
@@ -167,6 +184,8 @@ void MemoryTally::Add(const MatrixBytes& matrix) {
   sums_.weights = SaturatingAdd(sums_.weights, matrix.weights);
   sums_.push = SaturatingAdd(sums_.push, matrix.push);
   sums_.pull = SaturatingAdd(sums_.pull, matrix.pull);
+  sums_.held = SaturatingAdd(sums_.held, matrix.held);
+  resident_ = SaturatingAdd(resident_, matrix.Resident());
   workspace_.insert(matrix.workspace);
 }
 
@@ -176,6 +195,8 @@ void MemoryTally::Remove(const MatrixBytes& matrix) {
   sums_.weights -= matrix.weights;
   sums_.push -= matrix.push;
   sums_.pull -= matrix.pull;
+  sums_.held -= matrix.held;
+  resident_ -= matrix.Resident();
   workspace_.erase(workspace_.find(matrix.workspace));
 }
 
@@ -193,12 +214,7 @@ bool MemoryTally::Fits(const MatrixBytes& matrix, int64_t limit_bytes) const {
 }
 
 int64_t MemoryTally::Total() const {
-  int64_t total = stream_bytes_;
-  for (int64_t part :
-       {sums_.state, sums_.staged, sums_.weights, sums_.push, sums_.pull, WorkspaceOfLargest()}) {
-    total = SaturatingAdd(total, part);
-  }
-  return total;
+  return SaturatingAdd(SaturatingAdd(stream_bytes_, resident_), WorkspaceOfLargest());
 }
 
 MatrixBytes MemoryTally::Parts() const {

@@ -10,7 +10,7 @@
 
 // The bytes that a server needs, as DESIGN.md sections 4 and 5 bound them:
 //   state + staging + declared push bytes + one step of payloads + workspace of the matrices in
-//   flight + streams x window
+//   flight + what shards hold + ranks x window
 // One formula for the planner and for a server's own admission check.
 
 namespace stiefel {
@@ -30,8 +30,8 @@ struct MemoryOptions {
   Staging staging = Staging::kDouble;
   bool weights_mode = false;       // The server keeps fp32 weights and sends them, not deltas.
   int64_t matrices_in_flight = 1;  // How many the engine works on at once.
-  int64_t streams = 0;             // Data streams to one server, of all trainers.
-  int64_t window_bytes = 0;        // Bytes under way on one stream.
+  int64_t ranks = 0;               // Trainers that may have gradients under way.
+  int64_t window_bytes = 0;        // Credit window of each, whatever the number of its streams.
 };
 
 // Of one matrix, in bytes.
@@ -43,8 +43,9 @@ struct MatrixBytes {
   int64_t pull =
       0;  // Payload of one step in the wire dtype; staged fp32 weights are sent as they are.
   int64_t workspace = 0;  // Only while the engine works on the matrix.
+  int64_t held = 0;       // A shard's own workspace: see ShardWorkspaceBytes.
 
-  int64_t Resident() const { return state + staged + weights + push + pull; }
+  int64_t Resident() const { return state + staged + weights + push + pull + held; }
 };
 
 // Bytes that the engine needs beside the matrix's own while it works on it, at most; the largest
@@ -73,6 +74,16 @@ int64_t WorkspaceBytes(const Rule& rule, int64_t rows, int64_t cols, int64_t par
 // 512, in multiples of the matrix in fp32, figures and padding included.
 inline constexpr int64_t kMaxRefreshMatrices = 9;
 
+// Bytes that a rows x cols shard, one of `shards`, of a spectral rule's matrix holds from the first
+// stage of a step to the last, at most: the direction and the iterate of the shard in fp32; seven
+// m x m fp32 matrices, m the short side of the whole matrix, for the Gram matrix, the small
+// products and what is received from other shards; figures of 2 KiB, 128 bytes a shard and 24 bytes
+// a row and column. It is the shard's own memory, counted as resident, because a stage waits for
+// other servers and must find it as it was. The largest int64 where that does not fit one.
+int64_t ShardWorkspaceBytes(int64_t rows, int64_t cols, int64_t whole_rows, int64_t whole_cols,
+                            int64_t shards);
+
+// Of a shard (PlanMatrix::IsShard) in its own sizes: a spectral rule's has `held` and no workspace.
 // `declared_push_elements`: elements of all blocks that will be pushed to this matrix in a step,
 // over all ranks; rows x cols where each element is pushed once. INVALID_ARGUMENT, with the sizes,
 // where they are not positive or any of the bytes do not fit int64.
@@ -94,6 +105,8 @@ class MemoryTally {
 
   // Everything in the formula above.
   int64_t Total() const;
+  // Total() with neither workspace nor streams.
+  int64_t Resident() const { return resident_; }
   // The sum over the matrices, of each part; workspace is that of the largest matrices_in_flight.
   MatrixBytes Parts() const;
   int64_t StreamBytes() const { return stream_bytes_; }
@@ -104,6 +117,7 @@ class MemoryTally {
   int64_t in_flight_;
   int64_t stream_bytes_;
   MatrixBytes sums_;  // Without workspace.
+  int64_t resident_ = 0;
   std::multiset<int64_t> workspace_;
 };
 

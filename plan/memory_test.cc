@@ -74,6 +74,27 @@ TEST(WorkspaceBytes, PartsNeedLessThanTheWhole) {
   EXPECT_GT(bytes("samuon", "lr", "1"), whole);
 }
 
+// A spectral shard keeps its own workspace: 2 x 4 bytes an element, and 7 x 4 m^2.
+TEST(BytesOfMatrix, OfAShard) {
+  const MemoryOptions options;
+  const PlanMatrix whole = Matrix(4096, 1024, "muon", DType::kBf16);
+  const PlanMatrix shard = ShardOfMatrix(whole, {0, 2048, 0, 1024}, 2);
+  const MatrixBytes bytes = *BytesOfMatrix(shard, 2048 * 1024, options);
+  EXPECT_EQ(bytes.state, 4 * 2048 * 1024);
+  EXPECT_EQ(bytes.workspace, 0);
+  EXPECT_EQ(bytes.held, 8 * 2048 * 1024 + 28 * 1024 * 1024 + 2048 + 2 * 128 + 24 * (2048 + 1024));
+  EXPECT_EQ(bytes.Resident(), bytes.state + bytes.staged + bytes.push + bytes.pull + bytes.held);
+  // The short side stays that of the whole, however short the shard.
+  const PlanMatrix thin = ShardOfMatrix(whole, {0, 1, 0, 1024}, 4096);
+  EXPECT_GT(BytesOfMatrix(thin, 1024, options)->held, 28 * 1024 * 1024);
+  // An element-wise shard is a matrix like any other.
+  const PlanMatrix adam =
+      ShardOfMatrix(Matrix(4096, 1024, "adamw", DType::kBf16), {0, 2048, 0, 1024}, 2);
+  EXPECT_EQ(BytesOfMatrix(adam, 2048 * 1024, options)->held, 0);
+  // The whole is not a shard of itself.
+  EXPECT_FALSE(ShardOfMatrix(whole, {0, 4096, 0, 1024}, 1).IsShard());
+}
+
 TEST(BytesOfMatrix, RefusesWhatOverflows) {
   const MemoryOptions options;
   // CASES D16, A21
@@ -107,7 +128,7 @@ TEST(BytesOfMatrix, RefusesWhatOverflows) {
 TEST(MemoryTally, AddsUpTheFormula) {
   MemoryOptions options;
   options.matrices_in_flight = 2;
-  options.streams = 3;
+  options.ranks = 3;
   options.window_bytes = 1000;
   MemoryTally tally(options);
   EXPECT_EQ(tally.Total(), 3000);  // CASES D12: no matrix is fine.
@@ -122,6 +143,7 @@ TEST(MemoryTally, AddsUpTheFormula) {
   }
   EXPECT_EQ(tally.Total(), 3000 + resident + workspace[1] + workspace[3]);
   EXPECT_EQ(tally.Parts().Resident(), resident);
+  EXPECT_EQ(tally.Resident(), resident);
 }
 
 // Fits must foretell Total, and Remove must undo Add.
@@ -140,6 +162,7 @@ TEST(MemoryTally, FitsAgreesWithTotal) {
       MatrixBytes next;
       next.state = random() % 50;
       next.push = random() % 50;
+      next.held = random() % 50;
       next.workspace = random() % 100;
       MemoryTally with = tally;
       with.Add(next);

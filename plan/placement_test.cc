@@ -10,6 +10,7 @@
 
 #include "plan/cost.h"
 #include "plan/model.h"
+#include "plan/shards.h"
 
 namespace stiefel {
 namespace {
@@ -33,17 +34,34 @@ PlanRequest RealModel(const std::string& name, size_t servers, const std::string
   return Request(Matrices(*ReadModel("plan/models/" + name + ".json", overrides)), servers);
 }
 
+// Every shard as a matrix of its own, in the order of Plan::owners.
+struct Placed {
+  PlanMatrix matrix;
+  int64_t phase = 0;
+};
+
+std::vector<Placed> PlacedShards(const PlanRequest& request, const Plan& plan) {
+  std::vector<Placed> placed;
+  for (const PlanShard& shard : ShardsOfPlan(request.matrices, plan.cuts)) {
+    const auto count = static_cast<int64_t>(plan.cuts[shard.matrix].size()) + 1;
+    placed.push_back({ShardOfMatrix(request.matrices[shard.matrix], shard.rect, count),
+                      plan.phases[shard.matrix]});
+  }
+  return placed;
+}
+
 // The stated bound, for each set of matrices that refresh together.
 void ExpectBound(const PlanRequest& request, const Plan& plan) {
   const auto p = static_cast<double>(request.servers.size());
   std::map<std::pair<int64_t, int64_t>, std::vector<double>> loads;
   std::map<std::pair<int64_t, int64_t>, double> dearest;
-  ASSERT_EQ(plan.owners.size(), request.matrices.size());
-  for (size_t i = 0; i < request.matrices.size(); ++i) {
+  const std::vector<Placed> shards = PlacedShards(request, plan);
+  ASSERT_EQ(plan.owners.size(), shards.size());
+  for (size_t i = 0; i < shards.size(); ++i) {
     ASSERT_GE(plan.owners[i], 0);
     ASSERT_LT(plan.owners[i], static_cast<int32_t>(request.servers.size()));
-    const std::pair<int64_t, int64_t> set(request.matrices[i].rule.period, plan.phases[i]);
-    const double cost = StepCost(request.matrices[i], StepKind::kRefresh).Units();
+    const std::pair<int64_t, int64_t> set(shards[i].matrix.rule.period, shards[i].phase);
+    const double cost = StepCost(shards[i].matrix, StepKind::kRefresh).Units();
     loads[set].resize(request.servers.size(), 0);
     loads[set][plan.owners[i]] += cost;
     dearest[set] = std::max(dearest[set], cost);
@@ -60,10 +78,11 @@ double WorstBalance(const PlanRequest& request, const Plan& plan) {
   double worst = 1;
   for (int64_t step = 1; step <= CycleSteps(request.matrices); ++step) {
     std::vector<double> loads(request.servers.size(), 0);
-    for (size_t i = 0; i < request.matrices.size(); ++i) {
-      const PlanMatrix& matrix = request.matrices[i];
+    const std::vector<Placed> shards = PlacedShards(request, plan);
+    for (size_t i = 0; i < shards.size(); ++i) {
+      const PlanMatrix& matrix = shards[i].matrix;
       loads[plan.owners[i]] +=
-          StepCost(matrix, KindAtStep(matrix.rule, plan.phases[i], step)).Units();
+          StepCost(matrix, KindAtStep(matrix.rule, shards[i].phase, step)).Units();
     }
     const double sum = std::accumulate(loads.begin(), loads.end(), 0.0);
     worst = std::max(worst, *std::max_element(loads.begin(), loads.end()) *
@@ -239,6 +258,34 @@ TEST(MakePlan, PlacesBySizeWhereCostWouldLeaveNoRoom) {
     }
     EXPECT_LE(tally.Total(), request.servers[server].memory_bytes);
   }
+}
+
+TEST(MakePlan, CutsWhatItIsToldTo) {
+  std::mt19937 random(8);
+  for (int round = 0; round < 100; ++round) {
+    const char* presets[] = {"periodic_rowwise_muon", "muon", "adamw"};
+    std::vector<PlanMatrix> matrices;
+    for (size_t i = 0, n = 1 + random() % 12; i < n; ++i) {
+      matrices.push_back(Matrix(8 + random() % 300, 8 + random() % 300, presets[random() % 3]));
+    }
+    PlanRequest request = Request(matrices, 1 + random() % 5);
+    for (const PlanMatrix& matrix : matrices) {
+      request.forced_shards.push_back(1 + static_cast<int64_t>(random() % 6));
+      request.forced_shards.back() =
+          std::min(request.forced_shards.back(), std::max(matrix.rows, matrix.cols));
+    }
+    const Plan plan = *MakePlan(request);
+    for (size_t i = 0; i < matrices.size(); ++i) {
+      ASSERT_EQ(plan.cuts[i].size() + 1, request.forced_shards[i]);
+      ASSERT_TRUE(ValidateCuts(matrices[i].rows, matrices[i].cols, plan.cuts[i]).ok());
+    }
+    ExpectBound(request, plan);
+  }
+  PlanRequest request = Request({Matrix(8, 8, "dion2")}, 2);
+  request.forced_shards = {2};
+  EXPECT_THAT(std::string(MakePlan(request).status().message()), HasSubstr("w: a 8 x 8 matrix"));
+  request.forced_shards = {1, 1};
+  EXPECT_EQ(MakePlan(request).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
 // CASES D16

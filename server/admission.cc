@@ -15,7 +15,7 @@ absl::StatusOr<MemoryTally> Tally(const RunSpec& spec, const std::map<int32_t, i
   options.staging = staging;
   options.weights_mode = spec.weights_mode();
   options.matrices_in_flight = limits.matrices_in_flight;
-  options.streams = spec.world_size();
+  options.ranks = spec.world_size();
   options.window_bytes = limits.credit_window_bytes;
   MemoryTally tally(options);
   for (const int32_t index : spec.owned()) {

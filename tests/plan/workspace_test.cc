@@ -4,9 +4,11 @@
 
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/rules/matrix_rule.h"
+#include "kernels/rules/sharded_rule.h"
 #include "plan/memory.h"
 #include "plan/option_samples.h"
 #include "plan/rule.h"
+#include "plan/shards.h"
 
 namespace stiefel {
 namespace {
@@ -53,6 +55,37 @@ TEST(WorkspaceBytes, CoverWhatTheKernelsTake) {
   }
   printf("%d rules and shapes\n", rules);
   EXPECT_GT(rules, 1000);
+}
+
+// One m x m matrix of what is stated is for what arrives from other servers.
+TEST(ShardWorkspaceBytes, CoverWhatTheKernelsTake) {
+  const std::unique_ptr<Backend> backend = *CreateCpuBackend(/*threads=*/2);
+  const Shape shapes[] = {{24, 13}, {24, 1000}, {2400, 40}, {320, 200}, {120, 120}, {7, 9}};
+  int shards_seen = 0;
+  for (const SampledRule& sampled : RulesWithOneOptionChanged()) {
+    for (auto [rows, cols] : shapes) {
+      const Rule& rule = sampled.rule;
+      if (rule.family != RuleFamily::kSpectral || !ValidateRule(rule, rows, cols).ok() ||
+          !ValidateSharding(rule, rows, cols).ok()) {
+        continue;
+      }
+      for (const int64_t shards : {2, 5}) {
+        const std::vector<int64_t> cuts = EvenCuts(rows, cols, shards);
+        const std::vector<Rect> rects = ShardRects(rows, cols, cuts);
+        for (int32_t i = 0; i < shards; ++i) {
+          const auto kernel = ShardedRule::Create(rule, {rows, cols, i, cuts}, backend.get());
+          if (!kernel.ok()) continue;  // the device cannot do the precision
+          ++shards_seen;
+          const int64_t m = std::min(rows, cols);
+          EXPECT_GE(ShardWorkspaceBytes(rects[i].rows(), rects[i].cols(), rows, cols, shards),
+                    (*kernel)->WorkspaceBytes() + 4 * m * m)
+              << DescribeRule(rule) << " " << rows << " x " << cols << " shard " << i;
+        }
+      }
+    }
+  }
+  printf("%d shards\n", shards_seen);
+  EXPECT_GT(shards_seen, 500);
 }
 
 TEST(WorkspaceBytes, CoverSmallTilesAndManySplits) {
