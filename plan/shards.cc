@@ -57,7 +57,7 @@ absl::Status ValidateSharding(const Rule& rule, int64_t rows, int64_t cols) {
   if (!rule.tiles.empty() || rule.off_refresh == OffRefresh::kTiled)
     return refuse("tiles are orthogonalised on their own");
   if (rule.select_fraction < 1 || rule.damping != 1)
-    return refuse("rows are selected by their order in the whole matrix");
+    return refuse("rows are selected, and damped, by their order in the whole matrix");
   if (rule.gain != 1) return refuse("shaping needs the leading directions of the whole matrix");
   if (rule.row_variance_beta2) return refuse("row variance rescales by norms of the whole matrix");
   if (rule.row_spectral_max > 0)

@@ -48,7 +48,8 @@ class ShardedStep {
 
   // Enqueues the next stage; after the exchange of figures waits for the stream, to read them. When
   // the stream is done the stage has ended: next() then says what to do. The first error ends the
-  // computation. REQUIRES: not finished; the collective before it is done.
+  // computation. Every stage may be given another stream. REQUIRES: not finished; the collective
+  // before it is done.
   virtual absl::Status RunStage(Stream* stream) = 0;
 
   // After a stage: the collective to start before the next (its `shard` filled in), or nothing
