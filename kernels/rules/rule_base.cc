@@ -8,7 +8,6 @@
 #include "common/status.h"
 #include "kernels/rules/element_coefficients.h"
 #include "plan/cost.h"
-#include "plan/matrix.h"
 
 namespace stiefel {
 namespace {
@@ -27,12 +26,12 @@ Delivery DeliveryOf(const StepArgs& args, const StepBuffers& buffers) {
   return delivery;
 }
 
-double StepUnits(const Rule& rule, int64_t rows, int64_t cols, StepKind kind) {
+PlanMatrix WholeMatrix(const Rule& rule, int64_t rows, int64_t cols) {
   PlanMatrix matrix;
   matrix.rows = rows;
   matrix.cols = cols;
   matrix.rule = rule;
-  return StepCost(matrix, kind).Units();
+  return matrix;
 }
 
 void FillResult(const StepStats& stats, const Measured& measured, double elements,
@@ -54,14 +53,14 @@ void SetScale(RuleStep* step, double s, double ratio) {
   step->pass.delivery.scale = s;
 }
 
-RuleParts::RuleParts(const Rule& rule, int64_t rows, int64_t cols, std::string method)
-    : rule_(rule),
-      rows_(rows),
-      cols_(cols),
+RuleParts::RuleParts(const PlanMatrix& matrix, std::string method)
+    : rule_(matrix.rule),
+      rows_(matrix.rows),
+      cols_(matrix.cols),
       method_(std::move(method)),
-      state_(RuleState(rule, rows, cols)),
-      refresh_cost_(StepUnits(rule, rows, cols, StepKind::kRefresh)),
-      off_refresh_cost_(StepUnits(rule, rows, cols, StepKind::kOffRefresh)) {}
+      state_(RuleState(matrix.rule, matrix.rows, matrix.cols)),
+      refresh_cost_(StepCost(matrix, StepKind::kRefresh).Units()),
+      off_refresh_cost_(StepCost(matrix, StepKind::kOffRefresh).Units()) {}
 
 double RuleParts::CostOf(StepKind kind) const {
   return kind == StepKind::kRefresh ? refresh_cost_ : off_refresh_cost_;
@@ -123,6 +122,9 @@ absl::Status RuleParts::AbsorbBy(const EnqueueStep& enqueue, const GradientView&
   enqueue(&step);
   return absl::OkStatus();
 }
+
+RuleBase::RuleBase(const Rule& rule, int64_t rows, int64_t cols, std::string method)
+    : RuleParts(WholeMatrix(rule, rows, cols), std::move(method)) {}
 
 int64_t RuleBase::WorkspaceBytes() const { return kFigureBytes + StepWorkspaceBytes(); }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/rules/matrix_rule.h"
+#include "plan/matrix.h"
 
 namespace stiefel {
 
@@ -49,8 +50,8 @@ struct Measured {
 // The checks and conversions themselves, for whatever offers the rule.
 class RuleParts {
  public:
-  // REQUIRES: a rule that is valid for the shape.
-  RuleParts(const Rule& rule, int64_t rows, int64_t cols, std::string method);
+  // REQUIRES: a rule that is valid for the matrix, or for that of which it is a shard.
+  RuleParts(const PlanMatrix& matrix, std::string method);
 
  protected:
   using EnqueueStep = std::function<void(RuleStep* step)>;
@@ -97,7 +98,8 @@ class RuleBase : public MatrixRule, protected RuleParts {
                       const std::vector<float*>& state) override;
 
  protected:
-  using RuleParts::RuleParts;
+  // REQUIRES: a rule that is valid for the shape.
+  RuleBase(const Rule& rule, int64_t rows, int64_t cols, std::string method);
 
   // Bytes of RuleStep::workspace; a multiple of 64.
   virtual int64_t StepWorkspaceBytes() const = 0;

@@ -9,6 +9,7 @@
 #include "kernels/polar/newton_schulz.h"
 #include "kernels/rules/rule_base.h"
 #include "kernels/rules/stages.h"
+#include "plan/matrix.h"
 #include "plan/shards.h"
 
 namespace stiefel {
@@ -40,15 +41,15 @@ MatrixView Fp32(void* data, int64_t rows, int64_t cols) {
 
 class SpectralShardRule final : public ShardedRule, private RuleParts {
  public:
-  SpectralShardRule(const Rule& rule, const ShardOf& shard, const Rect& rect, PolarPlan plan)
-      : RuleParts(rule, rect.rows(), rect.cols(), absl::StrCat("sharded ", DescribePolar(plan))),
-        full_lr_rule_(WithFullLr(rule)),
+  SpectralShardRule(const PlanMatrix& matrix, const ShardOf& shard, PolarPlan plan)
+      : RuleParts(matrix, absl::StrCat("sharded ", DescribePolar(plan))),
+        full_lr_rule_(WithFullLr(matrix.rule)),
         whole_rows_(shard.rows),
         whole_cols_(shard.cols),
         shard_(shard.shard),
         shards_(static_cast<int64_t>(shard.cuts.size()) + 1),
         cuts_rows_(CutsRows(shard.rows, shard.cols)),
-        by_columns_(NormalisesColumns(rule, shard.rows, shard.cols)),
+        by_columns_(NormalisesColumns(matrix.rule, shard.rows, shard.cols)),
         plan_(std::move(plan)) {}
 
   const std::vector<StateBuffer>& State() const override { return state_; }
@@ -357,9 +358,14 @@ absl::StatusOr<std::unique_ptr<ShardedRule>> ShardedRule::Create(const Rule& rul
   };
   int64_t longest = 0;
   for (const Rect& rect : rects) longest = std::max(longest, length(rect));
+  PlanMatrix whole;
+  whole.rule = rule;
+  whole.rows = shard.rows;
+  whole.cols = shard.cols;
   const Rect& rect = rects[shard.shard];
   return std::make_unique<SpectralShardRule>(
-      rule, shard, rect, MakeShardPolarPlan(rule, shard.rows, shard.cols, length(rect), longest));
+      ShardOfMatrix(whole, rect, static_cast<int64_t>(rects.size())), shard,
+      MakeShardPolarPlan(rule, shard.rows, shard.cols, length(rect), longest));
 }
 
 }  // namespace stiefel

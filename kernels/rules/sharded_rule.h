@@ -77,7 +77,7 @@ class ShardedRule {
                                                              Backend* backend);
   virtual ~ShardedRule() = default;
 
-  // As MatrixRule's, of a matrix of the shard's shape.
+  // As MatrixRule's, of the shard.
   virtual const std::vector<StateBuffer>& State() const = 0;
   virtual const std::string& Method() const = 0;
   virtual double CostUnits(StepKind kind) const = 0;

@@ -7,6 +7,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "plan/cost.h"
 #include "plan/shards.h"
 #include "tests/conformance/differential.h"
 #include "tests/conformance/option_cases.h"
@@ -238,6 +239,7 @@ TYPED_TEST(ShardedTest, ExchangesWhatIsStated) {
     }
     if (kind == StepKind::kRefresh) {
       EXPECT_EQ(sums, matrix.rule(0).RefreshSums()) << DescribeRule(rule);
+      EXPECT_EQ(sums, RefreshSums(rule, rows, cols, /*longest=*/30));
     }
     return std::make_pair(sums, elsewhere);
   };
