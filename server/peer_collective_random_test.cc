@@ -2,6 +2,8 @@
 // a plain loop, or is an error; and with real threads.
 #include <cstdlib>
 #include <iostream>
+#include <limits>
+#include <map>
 #include <thread>
 
 #include "server/peer_collective_testing.h"
@@ -162,6 +164,92 @@ TEST(PeerCollectiveRandom, ALostServerEndsTheOthersInTime) {
   }
   EXPECT_GT(failed, cases / 10);
   std::cout << failed << " chains failed\n";
+}
+
+// What another owner could ask server `asked`, as often as not with one value that is wrong.
+v1::FetchPartRequest HostileQuestion(const Drawn& drawn, int asked, std::mt19937_64* random) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  const auto pick = [random](const std::vector<int64_t>& values) {
+    return values[(*random)() % values.size()];
+  };
+  v1::FetchPartRequest request;
+  const auto matrix = static_cast<int32_t>((*random)() % drawn.owners.size());
+  const std::vector<int32_t>& owners = drawn.owners[matrix];
+  request.mutable_sender()->set_run_uid(testing::kRunUid);
+  request.mutable_sender()->set_placement_epoch(testing::kEpoch);
+  request.mutable_key()->set_step(1);
+  request.mutable_key()->set_matrix(matrix);
+  request.mutable_key()->set_index(static_cast<int32_t>(pick({0, 1, 2})));
+  for (size_t shard = 0; shard < owners.size(); ++shard) {
+    if (owners[shard] == asked) {
+      request.set_shard(static_cast<int32_t>(shard));
+    } else {
+      request.mutable_sender()->set_server_index(owners[shard]);
+    }
+  }
+  if ((*random)() % 3 == 0) request.clear_shard();
+  request.set_end(pick({1, 4, 64}));
+  request.set_wait_seconds(static_cast<double>(pick({0, 1, 5})));
+  switch ((*random)() % 16) {
+    case 0:
+      request.mutable_sender()->set_server_index(static_cast<int32_t>(pick({asked, 4, -1})));
+      break;
+    case 1:
+      request.mutable_key()->set_step(pick({0, 2, -kMost, kMost}));
+      break;
+    case 2:
+      request.mutable_key()->set_matrix(static_cast<int32_t>(pick({-1, 2, 1 << 30})));
+      break;
+    case 3:
+      request.mutable_key()->set_index(static_cast<int32_t>(pick({-1, 3, 1 << 30})));
+      break;
+    case 4:
+      request.set_shard(static_cast<int32_t>(pick({0, 1, 6, -1, 1 << 30})));
+      break;
+    case 5:
+      request.set_begin(pick({-1, 64, 1 << 20, kMost}));
+      break;
+    case 6:
+      request.set_end(pick({-1, 1 << 20, 4 << 20, kMost}));
+      break;
+    case 7:
+      request.set_wait_seconds(static_cast<double>(pick({-1, kMost})));
+      break;
+    default:
+      break;
+  }
+  return request;
+}
+
+// A peer that asks for anything, at any time: it is answered, and the sums do not suffer.
+TEST(PeerCollectiveRandom, AHostilePeerIsAnsweredAndChangesNothing) {
+  const int cases = Cases(40, 2000);
+  std::map<absl::StatusCode, int> answers;
+  for (int seed = 0; seed < cases; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937_64 random(seed);
+    const Drawn drawn = Draw(&random);
+    Simulation simulation(seed, drawn.servers, drawn.owners, int64_t{600} * 1000000);
+    const auto hostile = simulation.peers().Transport("hostile:1");
+    const Chains chains = StartAll(&simulation, drawn, 1, 0, seed);
+    std::vector<std::unique_ptr<PeerCall>> calls;
+    for (int i = 0; i < 100; ++i) {
+      const int asked = static_cast<int>(random() % drawn.servers);
+      const v1::FetchPartRequest request = HostileQuestion(drawn, asked, &random);
+      calls.push_back(hostile->FetchPart(
+          simulation[asked].address(), request, 90000000, [](const v1::PeerChunk&) {},
+          [&answers](const absl::Status& status) { ++answers[status.code()]; }));
+      for (uint64_t events = random() % 4; events > 0; --events) simulation.Step();
+    }
+    ASSERT_TRUE(simulation.RunUntil([&] { return AllEnded(chains); }, 600));
+    for (const auto& chain : chains) EXPECT_TRUE(chain->status().ok()) << chain->status();
+    ASSERT_TRUE(simulation.RunUntil([&] { return simulation.peers().pending() == 0; }, 120));
+  }
+  for (const auto& [code, count] : answers)
+    std::cout << absl::StatusCodeToString(code) << " " << count << "\n";
+  EXPECT_GT(answers[absl::StatusCode::kOk], cases);
+  EXPECT_GT(answers[absl::StatusCode::kInvalidArgument], cases);
+  EXPECT_GT(answers[absl::StatusCode::kDeadlineExceeded], cases);
 }
 
 // Real threads, for ThreadSanitizer: attempts are dropped while they run, from other threads.
