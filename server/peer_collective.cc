@@ -178,6 +178,11 @@ void PeerCollective::OnCompleted(const CollectiveKey& key) {
   End(entries, absl::CancelledError(absl::StrCat(DescribeKey(key), " is completed")));
 }
 
+int64_t PeerCollective::operations() const {
+  MutexLock lock(&mutex_);
+  return static_cast<int64_t>(entries_.size());
+}
+
 void PeerCollective::Tick() {
   const int64_t now = environment_.clock->NowMicros();
   MutexLock lock(&mutex_);

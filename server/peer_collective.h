@@ -76,6 +76,9 @@ class PeerCollective final : public Collective {
   // call (the process was frozen) first moves the deadlines by the gap.
   void Tick();
 
+  // Collectives that are under way, asked for, or kept for peers that are behind.
+  int64_t operations() const;
+
   Sent sent() const { return {sum_bytes_sent_.load(), gather_bytes_sent_.load()}; }
 
  private:
@@ -105,7 +108,7 @@ class PeerCollective final : public Collective {
   std::atomic<int64_t> waiting_{0};
 
   // Held while a task is posted to a strand; never while one runs.
-  Mutex mutex_;
+  mutable Mutex mutex_;
   std::map<CollectiveKey, Entry> entries_ ABSL_GUARDED_BY(mutex_);
   std::optional<Attempt> over_ ABSL_GUARDED_BY(mutex_);  // it, and all before it
   // By matrix: the last key that all shards have started.

@@ -163,6 +163,7 @@ TEST(PeerCollective, ALateTickMovesTheDeadline) {
   std::optional<absl::Status> first, second;
   simulation[0].collective().Start({}, {Kind::kSumFp32, 0, 64, in, out},
                                    [&](const absl::Status& status) { first = status; });
+  simulation.Settle();
   simulation.Tick();
   simulation.Tick(10 * kTimeout);
   simulation.Settle();
@@ -280,6 +281,22 @@ TEST(PeerCollective, PartsThatAreWrongAreRefused) {
   EXPECT_FALSE(first.has_value());
   EXPECT_EQ(start({}, {Kind::kSumFp32, 2, 63, memory, memory}), invalid);  // another count
   EXPECT_EQ(first->code(), invalid);
+}
+
+// What is kept is bounded: the last collective of a matrix until its attempt is over, and what is
+// asked for until nobody waits for it.
+TEST(PeerCollective, ForgetsWhatNobodyNeeds) {
+  Simulation simulation(1, 2, {{0, 1}}, kTimeout);
+  const std::vector<PlannedCollective> planned(5, {Kind::kSumFp32, 100, true});
+  const auto chains = simulation.Chains({1, 0, 0, 0, 0}, planned, 1);
+  ASSERT_TRUE(simulation.RunUntil([&] { return AllEnded(chains); }, 10));
+  for (const int i : {0, 1}) EXPECT_LE(simulation[i].collective().operations(), 2);
+  EXPECT_EQ(Ask(&simulation, Question(2)).code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(simulation[0].collective().operations(), 2);
+  simulation.Tick();
+  EXPECT_EQ(simulation[0].collective().operations(), 1);
+  simulation[0].collective().Cancel(1, 0);
+  EXPECT_EQ(simulation[0].collective().operations(), 0);
 }
 
 TEST(PeerCollective, GroupsThatAreWrongAreRefused) {

@@ -166,23 +166,22 @@ void PeerOperation::Launch(size_t piece, size_t fetch) {
   wanted.Start(
       context_->transport, context_->group->servers[wanted.source().server], std::move(request),
       std::clamp<int64_t>(std::min(left, context_->timeout_micros / 4), 1000, kPeerPollMicros),
-      [weak_strand = strand_, weak = weak_from_this(), piece, fetch](
-          int number, absl::Status status, std::string bytes) {
+      [weak_strand = strand_, weak = weak_from_this(), piece, fetch](absl::Status status,
+                                                                     std::string bytes) {
         const std::shared_ptr<PeerStrand> strand = weak_strand.lock();
         if (strand == nullptr) return;
         auto held = std::make_shared<std::string>(std::move(bytes));
-        strand->Post([weak, piece, fetch, number, status = std::move(status), held] {
-          if (const auto self = weak.lock())
-            self->OnLanded(piece, fetch, number, status, std::move(*held));
+        strand->Post([weak, piece, fetch, status = std::move(status), held] {
+          if (const auto self = weak.lock()) self->OnLanded(piece, fetch, status, std::move(*held));
         });
       });
 }
 
-void PeerOperation::OnLanded(size_t piece, size_t fetch, int number, const absl::Status& status,
+void PeerOperation::OnLanded(size_t piece, size_t fetch, const absl::Status& status,
                              std::string bytes) {
   if (state_ != State::kRuns) return;
   PartFetch& wanted = pieces_[piece].fetches[fetch];
-  if (wanted.Take(number, status, std::move(bytes), context_->clock->NowMicros())) {
+  if (wanted.Take(status, std::move(bytes), context_->clock->NowMicros())) {
     if (--pieces_[piece].missing == 0) ready_.push_back(piece);
     return Progress();
   }

@@ -124,8 +124,7 @@ class PeerOperation : public std::enable_shared_from_this<PeerOperation> {
                   const std::vector<PartSource>& from);
   void LaunchMore();
   void Launch(size_t piece, size_t fetch);
-  void OnLanded(size_t piece, size_t fetch, int number, const absl::Status& status,
-                std::string bytes);
+  void OnLanded(size_t piece, size_t fetch, const absl::Status& status, std::string bytes);
   void Progress();
   void Land(Piece* piece);
   void Add(const Piece& piece);

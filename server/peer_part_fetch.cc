@@ -67,7 +67,6 @@ absl::Status PeerBytes::Ended(const absl::Status& status) const {
 void PartFetch::Start(PeerTransport* transport, const std::string& address,
                       v1::FetchPartRequest request, int64_t wait_micros, Landed landed) {
   retry_at_ = 0;
-  const int number = ++number_;
   if (source_.shard) request.set_shard(*source_.shard);
   request.set_begin(begin_);
   request.set_end(end_);
@@ -76,14 +75,12 @@ void PartFetch::Start(PeerTransport* transport, const std::string& address,
   call_ = transport->FetchPart(
       address, request, wait_micros + kPeerSlackMicros,
       [bytes](v1::PeerChunk chunk) { bytes->Take(std::move(chunk)); },
-      [bytes, number, landed = std::move(landed)](const absl::Status& status) {
-        landed(number, bytes->Ended(status), std::move(bytes->bytes()));
+      [bytes, landed = std::move(landed)](const absl::Status& status) {
+        landed(bytes->Ended(status), std::move(bytes->bytes()));
       });
 }
 
-bool PartFetch::Take(int number, const absl::Status& status, std::string bytes,
-                     int64_t now_micros) {
-  if (number != number_ || arrived_) return false;
+bool PartFetch::Take(const absl::Status& status, std::string bytes, int64_t now_micros) {
   call_.reset();
   if (status.ok()) {
     arrived_ = true;
@@ -99,7 +96,6 @@ bool PartFetch::Take(int number, const absl::Status& status, std::string bytes,
 void PartFetch::Drop() {
   call_.reset();
   retry_at_ = 0;
-  ++number_;
   bytes_ = std::string();
 }
 

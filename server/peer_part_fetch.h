@@ -56,8 +56,8 @@ struct PartSource {
 // Used by one thread at a time, its owner's strand.
 class PartFetch {
  public:
-  // What became of one try, on any thread; the number is Start's.
-  using Landed = std::function<void(int number, absl::Status status, std::string bytes)>;
+  // What became of one try, once, on any thread.
+  using Landed = std::function<void(absl::Status status, std::string bytes)>;
 
   PartFetch(const PartSource& source, int64_t begin, int64_t end)
       : source_(source), begin_(begin), end_(end) {}
@@ -73,9 +73,9 @@ class PartFetch {
   void Start(PeerTransport* transport, const std::string& address, v1::FetchPartRequest request,
              int64_t wait_micros, Landed landed);
 
-  // Takes what Landed reported. True: it has arrived. False: this was an older try's, or it failed
-  // and is due again later; unless PeerMayRetry(last_error()).
-  bool Take(int number, const absl::Status& status, std::string bytes, int64_t now_micros);
+  // Takes what Landed reported. True: it has arrived. False: it is due again later, which helps
+  // only if PeerMayRetry(last_error()).
+  bool Take(const absl::Status& status, std::string bytes, int64_t now_micros);
 
   // Not under way, and due to be asked again.
   bool Due(int64_t now_micros) const { return retry_at_ != 0 && now_micros >= retry_at_; }
@@ -87,7 +87,6 @@ class PartFetch {
   PartSource source_;
   int64_t begin_;
   int64_t end_;
-  int number_ = 0;  // of the last try
   int failures_ = 0;
   int64_t retry_at_ = 0;  // 0: under way, arrived, or not begun
   bool arrived_ = false;
