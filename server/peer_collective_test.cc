@@ -144,16 +144,14 @@ TEST(PeerCollective, AFrozenServerIsNamedAndOneThatWakesIsNot) {
 TEST(PeerCollective, AShardThatDoesNotStartIsNamed) {
   Simulation simulation(1, 2, {{0, 1, 1}}, kTimeout);
   float in[64] = {}, out[64] = {};
-  std::vector<absl::Status> ended;
-  const auto done = [&](const absl::Status& status) { ended.push_back(status); };
-  simulation[0].collective().Start({}, {Kind::kSumFp32, 0, 64, in, out}, done);
-  simulation[1].collective().Start({}, {Kind::kSumFp32, 1, 64, in, out}, done);
-  ASSERT_TRUE(simulation.RunUntil([&] { return ended.size() == 2; }, 21));
-  for (const absl::Status& status : ended) {
-    EXPECT_FALSE(status.ok());
-    EXPECT_THAT(std::string(status.message()), HasSubstr("shard"));
-    EXPECT_THAT(std::string(status.message()), HasSubstr("2"));
-  }
+  std::optional<absl::Status> ended[2];
+  simulation[0].collective().Start({}, {Kind::kSumFp32, 0, 64, in, out},
+                                   [&](const absl::Status& status) { ended[0] = status; });
+  simulation[1].collective().Start({}, {Kind::kSumFp32, 1, 64, in, out},
+                                   [&](const absl::Status& status) { ended[1] = status; });
+  ASSERT_TRUE(simulation.RunUntil([&] { return ended[0] && ended[1]; }, 21));
+  EXPECT_THAT(std::string(ended[0]->message()), HasSubstr("server 1 (host-1:1) of shard 2"));
+  EXPECT_THAT(std::string(ended[1]->message()), HasSubstr("not started here: shard 2"));
 }
 
 // A process that was frozen does not take its own absence for its peers'.
