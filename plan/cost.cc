@@ -109,7 +109,7 @@ void AddSharded(const PlanMatrix& shard, StepKind kind, Cost* cost) {
   const auto sent = [&](double bytes) { return std::ceil(2 * (shards - 1) / shards * bytes); };
   if (kind == StepKind::kOffRefresh) {
     if (!RowWiseCrossesShards(shard)) return;
-    cost->peer_bytes += sent(8 * values);
+    cost->peer_bytes += sent(8 * (values + 1));  // and how many shards have a gradient
     cost->collectives += 1;
     return;
   }

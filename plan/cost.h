@@ -120,8 +120,8 @@ inline constexpr int64_t kPoloraSmall = 60;
 //
 // Of a shard of a spectral rule's matrix, s shards in all and each on a server of its own: products
 // by ShardPolarFlops; besides, every sum of the refresh sends 2 (s-1)/s m^2 fp32 values, a row-wise
-// step whose vectors cross the shards as many fp64 sums as the short side has vectors, and each is
-// one collective, as is the exchange of figures before a refresh.
+// step whose vectors cross the shards one fp64 sum for each vector of the short side and one more,
+// and each is one collective, as is the exchange of figures before a refresh.
 //
 // REQUIRES: a valid rule for the matrix.
 Cost StepCost(const PlanMatrix& matrix, StepKind kind);

@@ -195,14 +195,14 @@ TEST(StepCost, OfShards) {
   // Row-wise: rows are cut by column shards, and lie within row shards.
   PlanMatrix wide = Matrix(128, 1024, "periodic_rowwise_muon");
   Cost cost = StepCost(ShardOfMatrix(wide, {0, 128, 0, 512}, 2), StepKind::kOffRefresh);
-  EXPECT_EQ(cost.peer_bytes, 128 * 8);
+  EXPECT_EQ(cost.peer_bytes, 129 * 8);
   EXPECT_EQ(cost.collectives, 1);
   PlanMatrix tall = Matrix(1024, 128, "periodic_rowwise_muon");
   cost = StepCost(ShardOfMatrix(tall, {0, 512, 0, 128}, 2), StepKind::kOffRefresh);
   EXPECT_EQ(cost.peer_bytes + cost.collectives, 0);
   tall.rule.row_axis = RowAxis::kShort;
   cost = StepCost(ShardOfMatrix(tall, {0, 512, 0, 128}, 2), StepKind::kOffRefresh);
-  EXPECT_EQ(cost.peer_bytes, 128 * 8);
+  EXPECT_EQ(cost.peer_bytes, 129 * 8);
   // Element-wise shards cost their share.
   const PlanMatrix adam = Matrix(1024, 128, "adamw");
   Cost half = StepCost(ShardOfMatrix(adam, {0, 512, 0, 128}, 2), StepKind::kRefresh);

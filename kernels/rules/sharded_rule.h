@@ -61,8 +61,9 @@ class ShardedStep {
 
   enum class Outcome {
     kComputed,   // the outputs are written
-    kNonFinite,  // on some shard, as far as this one knows; the outputs have no meaning
-    kAbsent,     // no shard has a gradient; the outputs have no meaning
+    kNonFinite,  // on some shard, as far as this one knows, or as delivered on this one; the
+                 // outputs have no meaning
+    kAbsent,  // no shard has a gradient; the outputs have no meaning
   };
   // REQUIRES: finished.
   virtual Outcome outcome() const = 0;
