@@ -11,6 +11,7 @@
 #include "proto/protocol.h"
 #include "server/grpc_peer_transport.h"
 #include "server/peer_collective_testing.h"
+#include "server/peer_sum.h"
 
 namespace stiefel {
 namespace {
@@ -179,8 +180,16 @@ TEST(PeerService, ThreeServersSumMegabytes) {
   int64_t sums = 0;
   for (const auto& chain : chains) EXPECT_TRUE(chain->status().ok()) << chain->status();
   for (const auto& handler : cluster.handlers) sums += handler->collective->sent().sums;
-  // Each of three adders fetches its third of the shards it does not own, and two others fetch it.
-  EXPECT_GE(sums, 4 * 2000003 * 2);
+  // Each adder fetches its segment of the shards that it does not own, and two others fetch it.
+  constexpr int kForeign[] = {3, 2, 3};
+  int64_t expected = 0;
+  for (int32_t j = 0; j < 3; ++j) {
+    const auto segment = [j](int64_t n) {
+      return SegmentBegin(n, 3, j + 1) - SegmentBegin(n, 3, j);
+    };
+    expected += (4 * segment(2000003) + 8 * segment(700001)) * (kForeign[j] + 2);
+  }
+  EXPECT_EQ(sums, expected);
 }
 
 TEST(PeerService, AServerThatGoesAwayIsNamed) {
