@@ -53,7 +53,8 @@ absl::StatusOr<Plan> PlanRun(const Layout& layout, const Survey& survey) {
     request.matrices.push_back({matrix.name, matrix.rows, matrix.cols, matrix.rule,
                                 parameter.push_dtype,
                                 parameter.pull_dtype.value_or(parameter.push_dtype)});
-    request.forced_shards.push_back(parameter.shards);
+    // Whole, unless the user wants them cut.
+    request.forced_shards.push_back(std::max<int64_t>(1, parameter.shards));
   }
   const TrainerOptions& options = layout.options();
   request.memory.weights_mode = options.mode == UpdateMode::kWeights;

@@ -70,7 +70,7 @@ struct ParameterSpec {
   std::optional<DType> pull_dtype = {};  // deltas or weights on the wire; default push_dtype
   Reduce reduce = Reduce::kMean;         // over the ranks that push an element
   std::optional<int> stack_dims = {};    // needed where the shape has more than two dimensions
-  int64_t shards = 0;                    // that each of its matrices is cut into; 0: as is best
+  int64_t shards = 0;                    // that each of its matrices is cut into; 0: whole
 
   // Of the stacked view; at most the largest int64.
   int64_t rows() const;

@@ -9,12 +9,16 @@
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "plan/assignment.h"
+#include "plan/cut_choice.h"
 #include "plan/improvement.h"
 #include "plan/placement_problem.h"
 #include "plan/shards.h"
 
 namespace stiefel {
 namespace {
+
+// Share of the cycle that more cuts must save.
+constexpr double kMinCycleGain = 0.02;
 
 constexpr size_t kMaxServers = size_t{1} << 20;
 
@@ -83,41 +87,73 @@ std::optional<Assignment> PlaceByCost(const PlacementProblem& problem) {
   return assignment;
 }
 
-absl::StatusOr<Assignment> PlaceBySize(const PlacementProblem& problem) {
-  Assignment assignment(problem);
+// Largest first to where the most memory stays free. -1, or the item that has no place.
+int32_t PlaceBySize(const PlacementProblem& problem, Assignment* assignment) {
   std::vector<int32_t> order(problem.item_count());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&problem](int32_t a, int32_t b) {
     return problem.bytes[a].Resident() > problem.bytes[b].Resident();
   });
   for (int32_t item : order) {
-    const int32_t server = assignment.Roomiest(item);
-    if (server < 0) return NoPlace(problem, assignment, item);
-    assignment.Give(item, server);
+    const int32_t server = assignment->Roomiest(item);
+    if (server < 0) return item;
+    assignment->Give(item, server);
   }
-  return assignment;
+  return -1;
 }
 
-absl::StatusOr<Assignment> Place(const PlacementProblem& problem) {
-  std::optional<Assignment> by_cost = PlaceByCost(problem);
-  if (by_cost.has_value()) return *std::move(by_cost);
-  return PlaceBySize(problem);
+struct Placed {
+  std::vector<std::vector<int64_t>> cuts;
+  std::vector<int32_t> owners;  // By shard.
+  double cycle_time = 0;
+};
+
+// Places the model in so many shards, and in more where it does not fit otherwise.
+absl::StatusOr<Placed> PlaceShards(const PlanRequest& request, const ModelCosts& costs,
+                                   std::vector<int64_t> shards) {
+  for (;;) {
+    STIEFEL_ASSIGN_OR_RETURN(const PlacementProblem problem,
+                             MakePlacementProblem(request, costs, shards));
+    std::optional<Assignment> assignment = PlaceByCost(problem);
+    if (!assignment.has_value()) {
+      assignment.emplace(problem);
+      const int32_t lacking = PlaceBySize(problem, &*assignment);
+      if (lacking >= 0) {
+        // Each round makes shards smaller, so the rounds end.
+        const int64_t room = assignment->FreeBytes(assignment->MostRoom());
+        if (CutForMemory(problem, problem.matrix_of[lacking], room, &shards)) continue;
+        return NoPlace(problem, *assignment, lacking);
+      }
+    }
+    Improve(problem, &*assignment);
+    return Placed{problem.cuts, problem.OwnersByShard(assignment->owners()),
+                  assignment->CycleTime()};
+  }
 }
 
 }  // namespace
 
+// First with as few cuts as memory allows, then with spectral matrices cut to a server's fair part
+// and below: more cuts are taken only where they shorten the cycle by more than kMinCycleGain.
+absl::StatusOr<Plan> MakePlanWith(const PlanRequest& request, const ModelCosts& costs) {
+  STIEFEL_RETURN_IF_ERROR(CheckRequest(request));
+  std::vector<int64_t> shards = CutsForBalance(request, costs, 1, /*cut_spectral=*/false);
+  STIEFEL_ASSIGN_OR_RETURN(Placed best, PlaceShards(request, costs, shards));
+  for (const double share : {1.0, 0.5, 0.25}) {
+    std::vector<int64_t> more = CutsForBalance(request, costs, share, /*cut_spectral=*/true);
+    if (more == shards) continue;
+    shards = std::move(more);
+    absl::StatusOr<Placed> placed = PlaceShards(request, costs, shards);
+    if (!placed.ok()) break;  // Shards of spectral matrices take more memory.
+    if (placed->cycle_time < (1 - kMinCycleGain) * best.cycle_time) best = *std::move(placed);
+  }
+  return Plan{costs.phases, std::move(best.cuts), std::move(best.owners)};
+}
+
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
   STIEFEL_RETURN_IF_ERROR(CheckRequest(request));
   STIEFEL_ASSIGN_OR_RETURN(const ModelCosts costs, CostsOfModel(request));
-  std::vector<int64_t> shards(request.matrices.size(), 1);
-  for (size_t i = 0; i < request.forced_shards.size(); ++i) {
-    if (request.forced_shards[i] != 0) shards[i] = request.forced_shards[i];
-  }
-  STIEFEL_ASSIGN_OR_RETURN(const PlacementProblem problem,
-                           MakePlacementProblem(request, costs, shards));
-  STIEFEL_ASSIGN_OR_RETURN(Assignment assignment, Place(problem));
-  Improve(problem, &assignment);
-  return Plan{costs.phases, problem.cuts, problem.OwnersByShard(assignment.owners())};
+  return MakePlanWith(request, costs);
 }
 
 std::vector<PlanShard> ShardsOfPlan(const std::vector<PlanMatrix>& matrices,

@@ -39,15 +39,21 @@ struct Plan {
                                            // matrix 1 ...: index into servers.
 };
 
-// Phases first, then each residue levelled over the servers: of the matrices that refresh together
+// Phases first, then cuts, then each residue levelled over the servers: of what refreshes together
 // (one period, one phase; the rules without a period are one such set), dearest first, each goes
-// where it is done soonest. Then single matrices move, or change places, while the whole cycle of
-// steps gets shorter. A server may get no matrix.
+// where it is done soonest. Then single items move, or change places, while the whole cycle of
+// steps gets shorter. A server may get nothing.
+//
+// Cuts: element-wise matrices that take more than a server's fair part of their set are cut to it;
+// spectral ones where that, with the small products that every owner does anew and the traffic
+// between owners counted, makes the whole cycle at least 2 % shorter; and any matrix that is too
+// large for the memory of one server. Only what ValidateSharding allows is cut.
 //
 // Bound (equal speeds, memory not binding), for every such set over p servers, in
 // StepCost(kRefresh).Units():
 //   most of one server <= mean + (1 - 1/p) x the dearest matrix, shard or pair of the set.
-// Memory binds: where the above does not fit, matrices are placed by size instead, largest first.
+// Memory binds: where the above does not fit, items are placed by size instead, largest first, and
+// cut smaller where they still do not.
 //
 // INVALID_ARGUMENT: no server, more than 2^20 of them, speeds or memory that are not positive,
 // push_copies < 1, forced shards that the matrix cannot be cut into, and what AssignPhases,

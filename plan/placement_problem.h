@@ -27,8 +27,12 @@ struct ModelCosts {
   int64_t cycle = 1;
 };
 
-// Errors: those of AssignPhases, FindPairs and BytesOfMatrix.
+// Of request.matrices with request.memory and request.push_copies. Errors: those of AssignPhases,
+// FindPairs and BytesOfMatrix.
 absl::StatusOr<ModelCosts> CostsOfModel(const PlanRequest& request);
+
+// MakePlan with the costs that CostsOfModel gave for the same model.
+absl::StatusOr<Plan> MakePlanWith(const PlanRequest& request, const ModelCosts& costs);
 
 // What is placed is an item: one matrix, one shard of it, or the two factors of a polora product
 // together.
