@@ -61,6 +61,7 @@ Servers Session::AllServers() const {
 
 absl::StatusOr<std::unique_ptr<Session>> Session::Connect(Layout layout, Transport* transport) {
   std::unique_ptr<Session> session(new Session(std::move(layout), transport));
+  STIEFEL_ASSIGN_OR_RETURN(session->trace_, SessionTrace::Create(&session->layout_));
   STIEFEL_RETURN_IF_ERROR(session->Join());
   return session;
 }
@@ -249,6 +250,7 @@ absl::Status Session::Close() {
     // A server that let the run go has nothing left to close.
     if (first.ok() && !absl::IsNotFound(status)) first = status;
   }
+  if (trace_) first.Update(trace_->trace()->Flush());
   MutexLock lock(&mutex_);
   links_wanted_ = false;
   wake_.NotifyAll();

@@ -37,6 +37,7 @@
 #include "client/calls.h"
 #include "client/layout.h"
 #include "client/leader_machine.h"
+#include "client/session_trace.h"
 #include "client/trainer.h"
 #include "client/trainer_machine.h"
 #include "client/transport.h"
@@ -238,9 +239,10 @@ class Session {
   Transport* const transport_;
   const std::shared_ptr<BorrowedMemory> borrowed_ = std::make_shared<BorrowedMemory>();
   // Constant after Connect.
-  std::vector<size_t> first_source_;  // by push block: index of its part 0 in sources_
-  std::vector<int32_t> owners_;       // by matrix: index of its server
-  int64_t step_timeout_ = 0;          // microseconds, as the next
+  std::unique_ptr<SessionTrace> trace_;  // null: none is written; used under mutex_
+  std::vector<size_t> first_source_;     // by push block: index of its part 0 in sources_
+  std::vector<int32_t> owners_;          // by matrix: index of its server
+  int64_t step_timeout_ = 0;             // microseconds, as the next
   int64_t lease_ = 0;
   int64_t chunk_bytes_ = 0;
 

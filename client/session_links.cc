@@ -192,6 +192,7 @@ void Session::Look(int64_t now) {
 
 void Session::RunThread() {
   for (;;) {
+    if (trace_) trace_->trace()->FlushIfDue().IgnoreError();  // Close says what is wrong
     std::vector<Link*> cancel;
     std::vector<std::unique_ptr<Link>> destroy;
     {
@@ -263,6 +264,7 @@ bool Session::NextChunk(int32_t server, Link** link, size_t* stream, OutgoingChu
   }
   ++timings_.chunks_pushed;
   chunk->keepalive = borrowed_->Lend();
+  if (trace_) trace_->Sends(server, free, chunk->header);
   current->busy[free] = true;
   current->next_stream = free + 1;
   ++current->users;
@@ -311,6 +313,7 @@ void Session::OnSent(int32_t server, Link* link, size_t stream) {
     MutexLock lock(&mutex_);
     link->busy[stream] = false;
     if (link->closing) return;
+    if (trace_) trace_->Sent(server, stream, Now());
     NotePushed();
   }
   Pump(server);
@@ -367,6 +370,7 @@ void Session::HandleControl(int32_t server, const v1::ServerMessage& message) {
       if (message.decided().outcome() != v1::DROP &&
           message.decided().step() == trainer_->target()) {
         decided_ = message.decided();
+        if (trace_) trace_->Decided(*decided_, Now());
       }
       break;
     case v1::ServerMessage::kRefused:

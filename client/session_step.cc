@@ -72,6 +72,7 @@ absl::Status Session::Begin(int64_t step, const StepOptions& options) {
     for (Source& source : sources_) source.data = nullptr;
     timings_ = StepTimings();
     begun_at_ = Now();
+    if (trace_) trace_->Begun(step, begun_at_);
     awaiting_since_ = 0;
     push_ended_ = false;
     Perform(std::move(sends));
@@ -128,6 +129,7 @@ absl::Status Session::Push(int32_t block, int32_t part, const TensorView* gradie
                             absl::StrCat(layout_.Describe(spec), ": ", pushed.message()));
       }
       servers.insert(owners_[layout_.wire_push()[wire].matrix]);
+      if (trace_ && gradient != nullptr) trace_->Pushed(wire, part, Now());
     }
     if (staging != nullptr) {
       sources_[index].staging = std::move(staging);
@@ -162,6 +164,7 @@ absl::Status Session::EndPush(double local_sum_squares, bool local_finite) {
   }
   STIEFEL_RETURN_IF_ERROR(ended);
   push_ended_ = true;
+  if (trace_) trace_->EndedPush(Now());
   NotePushed();
   Perform(std::move(sends));
   return absl::OkStatus();
@@ -199,6 +202,7 @@ absl::Status Session::Done() {
   for (std::unique_ptr<char[]>& joined : joined_) joined.reset();
   if (decided_ && decided_->step() <= trainer_->applied()) decided_.reset();
   awaiting_since_ = 0;
+  if (trace_) trace_->Done(Now());
   Perform(std::move(sends));
   return absl::OkStatus();
 }

@@ -96,6 +96,7 @@ void Session::OnChunk(int32_t server, Link* link, IncomingChunk* chunk) {
       return;
     }
     admitted = AdmitChunk(server, *chunk, &copies);
+    if (trace_) trace_->Arrives(header, Now());
   }
   for (int i = 0; admitted.ok() && i < static_cast<int>(copies.size()); ++i) {
     Copy& copy = copies[i];
@@ -119,6 +120,9 @@ void Session::OnChunk(int32_t server, Link* link, IncomingChunk* chunk) {
     if (admitted.ok()) {
       trainer_->OnUpdatePlaced(header, header.pieces(i));
       timings_.bytes_pulled += copies[i].bytes;
+      if (trace_)
+        trace_->Placed(copies[i].block, copies[i].bytes, trainer_->Complete(copies[i].block),
+                       Now());
     }
   }
   ++timings_.chunks_pulled;
@@ -231,6 +235,7 @@ absl::Status Session::Apply(int32_t pull_block, const MutableTensorView& weights
     if (buffer != nullptr) --buffer->users;
   }
   timings_.apply_s += static_cast<double>(Now() - start) / 1e6;
+  if (trace_) trace_->Applied(pull_block, start, Now());
   return absl::OkStatus();
 }
 

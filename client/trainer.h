@@ -107,6 +107,8 @@ struct TrainerOptions {
   UpdateMode mode = UpdateMode::kDelta;
   // At most one of several ranks need push an element; all that do are averaged or summed.
   std::vector<PushBlock> push;
+  // In the order in which the next forward pass needs them: servers compute and send, among what is
+  // ready, what is first here first. Registration order where empty.
   std::vector<PullBlock> pull;
   bool whole_if_empty = true;  // an empty list stands for whole parameters; false: for no blocks
   // The last step that this trainer's weights have in them. Unset (WEIGHTS mode): it has none and
@@ -117,6 +119,9 @@ struct TrainerOptions {
   int64_t chunk_bytes = 1 << 20;  // payload of one message, 4 KiB..3.75 MiB
   absl::Duration connect_timeout = absl::Seconds(30);  // until every server answered once
   absl::Duration join_timeout = absl::Seconds(120);    // until all ranks joined on all servers
+
+  // Where to write what this rank did when, as a Chrome trace (docs/benchmarks.md). Empty: nowhere.
+  std::string trace_file;
 
   // What the leader opens the run with; other ranks take over the run's values.
   absl::Duration step_timeout = absl::Seconds(60);

@@ -129,6 +129,10 @@ class TrainerMachine {
   // Everything of the target step is here: decided, and all deltas that this rank pulls complete.
   // Or the begun attempt was dropped.
   std::optional<StepEnd> End() const;
+  // All of this pull block has arrived, of some version of the step.
+  bool Complete(int32_t block) const {
+    return received_[block].absent || received_[block].placed >= pull_[block].elements;
+  }
   // The deltas of this pull block are complete for the decided outcome.
   bool BlockReady(int32_t pull_block) const;
   // Non-OK: this process must stop (fenced), or the begun step cannot succeed (refused).
@@ -175,9 +179,6 @@ class TrainerMachine {
   bool SendsBegun(int32_t server) const;
   void Queue(int32_t block, int32_t part, bool absent, const IntervalSet* arrived);
   void QueueEverything(int32_t server, const v1::Arrived& arrived);
-  bool Complete(int32_t block) const {
-    return received_[block].absent || received_[block].placed >= pull_[block].elements;
-  }
   bool DeliveredFor(int32_t block, const v1::Decided& decided) const;
   bool AllDeliveredFor(const v1::Decided& decided) const;
   const v1::Decided* DecidedAt(int64_t step) const;

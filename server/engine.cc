@@ -47,10 +47,11 @@ void Engine::SetWorkspaces(std::vector<int64_t> bytes) {
   changed_.NotifyAll();
 }  // the old slots are freed here, or by the jobs that still use them
 
-void Engine::Submit(int64_t workspace_bytes, Work work) {
+void Engine::Submit(int64_t workspace_bytes, Work work, int64_t order) {
   {
     MutexLock lock(&mutex_);
-    queue_.push_back({workspace_bytes, std::move(work)});
+    const uint64_t number = submitted_++;
+    queue_[{number / kMaxOvertaking, order, number}] = {workspace_bytes, std::move(work)};
   }
   changed_.NotifyAll();
 }
@@ -61,7 +62,8 @@ int Engine::pending() const {
 }
 
 bool Engine::Take(Job* job, std::shared_ptr<Slot>* slot) {
-  for (auto candidate = queue_.begin(); candidate != queue_.end(); ++candidate) {
+  for (auto place = queue_.begin(); place != queue_.end(); ++place) {
+    Job* const candidate = &place->second;
     bool any = candidate->workspace_bytes == 0;
     std::shared_ptr<Slot> free;
     for (const std::shared_ptr<Slot>& s : slots_) {
@@ -76,7 +78,7 @@ bool Engine::Take(Job* job, std::shared_ptr<Slot>* slot) {
     if (free != nullptr) free->busy = true;
     *job = std::move(*candidate);
     *slot = std::move(free);
-    queue_.erase(candidate);
+    queue_.erase(place);
     return true;
   }
   return false;

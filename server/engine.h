@@ -5,10 +5,13 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <limits>
+#include <map>
 #include <memory>
 #include <thread>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -41,10 +44,15 @@ class Engine {
   // plan/memory.h states. An empty list frees all that no running job uses.
   void SetWorkspaces(std::vector<int64_t> bytes);
 
-  // Queues a job. Jobs begin in the order in which they came, but one whose workspace is in use
-  // does not hold up later ones. The callers bound the queue: a run has at most one step job and
-  // one hash job per matrix.
-  void Submit(int64_t workspace_bytes, Work work);
+  // For Submit: before all jobs that have an order.
+  static constexpr int64_t kFirst = std::numeric_limits<int64_t>::min();
+  // A job waits for at most so many that were submitted after it.
+  static constexpr uint64_t kMaxOvertaking = 4096;
+
+  // Queues a job. Of those that wait, the one with the smallest `order` begins first, equal ones in
+  // the order in which they came; but one whose workspace is in use does not hold up others. The
+  // callers bound the queue: a run has at most one step job and one hash job per matrix.
+  void Submit(int64_t workspace_bytes, Work work, int64_t order = kFirst);
 
   // Jobs waiting or running.
   int pending() const;
@@ -58,8 +66,17 @@ class Engine {
     DeviceBuffer memory;
   };
   struct Job {
-    int64_t workspace_bytes;
+    int64_t workspace_bytes = 0;
     Work work;
+  };
+  // Jobs come in groups of kMaxOvertaking, of which the older goes first: so nobody starves.
+  struct Place {
+    uint64_t group;
+    int64_t order;
+    uint64_t number;
+    friend bool operator<(const Place& a, const Place& b) {
+      return std::tie(a.group, a.order, a.number) < std::tie(b.group, b.order, b.number);
+    }
   };
 
   Engine(std::shared_ptr<Backend> backend, const Clock* clock)
@@ -80,7 +97,8 @@ class Engine {
   mutable Mutex mutex_;
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::deque<Job> queue_ ABSL_GUARDED_BY(mutex_);
+  std::map<Place, Job> queue_ ABSL_GUARDED_BY(mutex_);
+  uint64_t submitted_ ABSL_GUARDED_BY(mutex_) = 0;
   int running_ ABSL_GUARDED_BY(mutex_) = 0;
   // Ascending by size.
   std::vector<std::shared_ptr<Slot>> slots_ ABSL_GUARDED_BY(mutex_);

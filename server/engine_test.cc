@@ -18,9 +18,9 @@ class EngineTest : public ::testing::Test {
     engine_ = *Engine::Create(backend_, workers, &RealClock());
     engine_->SetWorkspaces(std::move(workspaces));
   }
-  void Hold(const std::string& name, int64_t workspace) {
-    engine_->Submit(workspace, [this, name, workspace](const absl::Status& ready, Stream* stream,
-                                                       DeviceBuffer* memory) {
+  void Hold(const std::string& name, int64_t workspace, int64_t order = Engine::kFirst) {
+    const auto work = [this, name, workspace](const absl::Status& ready, Stream* stream,
+                                              DeviceBuffer* memory) {
       MutexLock lock(&mutex_);
       statuses_.push_back(ready);
       if (ready.ok()) {
@@ -35,7 +35,8 @@ class EngineTest : public ::testing::Test {
       while (released_.count(name) == 0) changed_.Wait(&mutex_);
       ended_.insert(name);
       changed_.NotifyAll();
-    });
+    };
+    engine_->Submit(workspace, work, order);
   }
   void Release(const std::string& name) {
     MutexLock lock(&mutex_);
@@ -106,6 +107,46 @@ TEST_F(EngineTest, AJobWhoseWorkspaceIsInUseDoesNotHoldUpLaterOnes) {
   Release("third");
   AwaitEnded("second");
   AwaitEnded("third");
+}
+
+TEST_F(EngineTest, WhatIsNeededFirstBeginsFirstAndEqualOnesAsTheyCame) {
+  Make(1, {});
+  Hold("running", 0);
+  AwaitBegun(1);
+  Hold("third layer", 0, 3);
+  Hold("first layer", 0, 1);
+  Hold("second layer", 0, 2);
+  Hold("first layer too", 0, 1);
+  Hold("for a peer", 0);
+  const std::vector<std::string> order = {"running",         "for a peer",   "first layer",
+                                          "first layer too", "second layer", "third layer"};
+  for (size_t i = 0; i < order.size(); ++i) {
+    AwaitBegun(i + 1);
+    Release(order[i]);
+  }
+  AwaitEnded("third layer");
+  EXPECT_EQ(Begun(), order);
+}
+
+TEST_F(EngineTest, NobodyIsOvertakenForEver) {
+  Make(1, {});
+  Hold("running", 0);
+  AwaitBegun(1);
+  Hold("last", 0, 9);
+  // "running" and "last" belong to the first group; so do the first of those that come after.
+  std::atomic<int> done{0};
+  int done_before_last = -1;
+  engine_->Submit(
+      0, [&](const absl::Status&, Stream*, DeviceBuffer*) { done_before_last = done; }, 9);
+  for (uint64_t i = 0; i < 2 * Engine::kMaxOvertaking; ++i) {
+    engine_->Submit(
+        0, [&done](const absl::Status&, Stream*, DeviceBuffer*) { ++done; }, 1);
+  }
+  Release("last");
+  Release("running");
+  while (engine_->pending() > 0) std::this_thread::yield();
+  EXPECT_EQ(done_before_last, static_cast<int>(Engine::kMaxOvertaking) - 3);
+  EXPECT_EQ(done, static_cast<int>(2 * Engine::kMaxOvertaking));
 }
 
 TEST_F(EngineTest, AWorkspaceThatWasNotSetAsideIsAnErrorAndNoHang) {

@@ -58,6 +58,8 @@ void Define(CLI::App* app, Flags* flags) {
                   "How long SIGTERM waits for the decision of a voted step")
       ->capture_default_str();
   app->add_option("--speed", options.speed, "Relative speed, for placement")->capture_default_str();
+  app->add_option("--trace", options.trace_file,
+                  "Write a Chrome trace of pushes, computations, pulls and decisions to this file");
   app->add_option("--log-level", flags->log_level, "debug, info, warning, error or off")
       ->check(CLI::IsMember({"debug", "info", "warning", "error", "off"}))
       ->capture_default_str();

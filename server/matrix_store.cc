@@ -314,8 +314,7 @@ void MatrixStore::SetAbsent(const StepKey& key) {
   update_ = MatrixUpdate{key, true, nullptr};
 }
 
-const char* MatrixStore::KindName(StepKind kind) const {
-  const Rule& rule = spec_->rule;
+const char* KindName(const Rule& rule, StepKind kind) {
   if (rule.family != RuleFamily::kSpectral && rule.family != RuleFamily::kPolora)
     return "element_wise";
   if (kind == StepKind::kRefresh) return "refresh";
@@ -337,7 +336,7 @@ std::optional<MatrixJob> MatrixStore::Commit(int64_t step) {
   if (weights_mode_) weights_.swap(staged_weights_);
 
   ++figures_.commits;
-  figures_.last_kind = KindName(staged.job.args.kind);
+  figures_.last_kind = KindName(spec_->rule, staged.job.args.kind);
   figures_.update_rms = staged.result.update_rms;
   if (staged.result.newton_schulz) {
     ++figures_.refreshes;

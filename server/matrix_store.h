@@ -56,6 +56,9 @@ struct MatrixJob {
   std::vector<std::shared_ptr<const void>> pins;
 };
 
+// What a step of this kind is called: "refresh", "row_wise", "tiled", "element_wise".
+const char* KindName(const Rule& rule, StepKind kind);
+
 // On the engine. Fills result and, where something is not finite, says what and whose.
 absl::Status RunStepJob(const MatrixJob& job, Stream* stream, DeviceBuffer* workspace,
                         StepResult* result, std::string* explanation);
@@ -213,7 +216,6 @@ class MatrixStore {
   // One pointer for each of the rule's buffers, null for those whose memory is not given.
   std::vector<float*> StatePointers(const SharedBuffer* elementwise,
                                     const SharedBuffer* small) const;
-  const char* KindName(StepKind kind) const;
   GradientView View(const Attempt& attempt) const;
   StepArgs Args(const StepKey& key, const Attempt& attempt, double scale) const;
   // Makes `slot` a buffer that nobody reads.

@@ -71,6 +71,9 @@ absl::StatusOr<std::unique_ptr<OptimizerServer>> OptimizerServer::Create(ServerO
   if (options.memory_limit_bytes == 0)
     options.memory_limit_bytes = backend->Info().memory_bytes / 5 * 4;
   std::unique_ptr<OptimizerServer> server(new OptimizerServer(std::move(options), clock));
+  if (const std::string& file = server->options_.trace_file; !file.empty()) {
+    STIEFEL_ASSIGN_OR_RETURN(server->trace_, Trace::Create(file, "server"));
+  }
   server->backend_ = std::move(backend);
   STIEFEL_ASSIGN_OR_RETURN(
       server->engine_,
@@ -85,6 +88,7 @@ OptimizerServer::~OptimizerServer() {
 }
 
 void OptimizerServer::set_address(std::string address) {
+  if (trace_ != nullptr) trace_->set_process(absl::StrCat("server ", address));
   MutexLock lock(&mutex_);
   address_ = std::move(address);
 }
@@ -137,8 +141,8 @@ absl::StatusOr<v1::OpenRunResponse> OptimizerServer::OpenRun(const v1::OpenRunRe
                     : std::string("its trainers live")));
   }
   Forget();
-  STIEFEL_ASSIGN_OR_RETURN(run_,
-                           RunHost::Open({options_, backend_, engine_.get(), clock_}, request));
+  STIEFEL_ASSIGN_OR_RETURN(
+      run_, RunHost::Open({options_, backend_, engine_.get(), clock_, trace_.get()}, request));
   spdlog::info("opened {}: {} of {} matrices here, {} trainers", Describe(request),
                run_->spec().owned().size(), request.parameters_size(), request.world_size());
   return response;
@@ -231,6 +235,10 @@ void OptimizerServer::Tick() {
       load_at_ = now;
       load_busy_ = busy;
     }
+  }
+  if (trace_ != nullptr) {
+    const absl::Status written = trace_->FlushIfDue();
+    if (!written.ok()) spdlog::warn("the trace is not written: {}", std::string(written.message()));
   }
   if (run == nullptr) return;
   run->Tick();

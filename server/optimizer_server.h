@@ -73,6 +73,7 @@ class OptimizerServer {
   ServerOptions options_;
   const Clock* const clock_;
   const int64_t started_at_;
+  std::unique_ptr<Trace> trace_;  // null: none is written
   std::shared_ptr<Backend> backend_;
   std::unique_ptr<Engine> engine_;
 

@@ -33,6 +33,9 @@ struct ServerOptions {
   int max_streams_per_rank = 64;
   int max_streams = 4096;
 
+  // Where to write what was done when (common/trace.h). Empty: nowhere.
+  std::string trace_file;
+
   // How long a server that was told to stop waits for the decision of a voted step, in seconds.
   double grace_seconds = 10;
   // Relative speed, for the leader's placement.

@@ -1,6 +1,7 @@
 #include "server/publisher.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "common/checksum.h"
@@ -63,6 +64,16 @@ uint32_t AddPayload(const ChunkPlan::Piece& piece, OutgoingChunk* chunk, Keepali
 }
 
 }  // namespace
+
+void PullQueue::Push(PullItem item) {
+  const auto key = [](const PullItem& of) {
+    return std::make_tuple(of.step, of.attempt, of.round, of.block);
+  };
+  const auto place =
+      std::upper_bound(items_.begin(), items_.end(), item,
+                       [&key](const PullItem& a, const Entry& b) { return key(a) < key(b.item); });
+  items_.insert(place, {std::move(item), 0});
+}
 
 void PullQueue::DropUpdates(int64_t step, int32_t attempt, int32_t round) {
   items_.erase(std::remove_if(items_.begin(), items_.end(),

@@ -1,6 +1,6 @@
 // What is sent to one rank: a queue of blocks, cut into chunks on a fixed grid when a stream is
-// free to take one. Pieces of a block always have the same bounds, so that a trainer recognises
-// what it gets twice.
+// free to take one. What the rank named first among its pull blocks goes first. Pieces of a block
+// always have the same bounds, so that a trainer recognises what it gets twice.
 #ifndef STIEFEL_SERVER_PUBLISHER_H_
 #define STIEFEL_SERVER_PUBLISHER_H_
 
@@ -52,7 +52,10 @@ struct ChunkPlan {
 // Thread-compatible.
 class PullQueue {
  public:
-  void Push(PullItem item) { items_.push_back({std::move(item), 0}); }
+  // Behind what is of an older version (step, attempt, round), or of the same and not after it
+  // among the rank's pull blocks. A block that is being sent is interrupted for one that is needed
+  // sooner.
+  void Push(PullItem item);
   void Clear() { items_.clear(); }
   // Forgets updates of the step up to this attempt and round, which nobody can use any more.
   void DropUpdates(int64_t step, int32_t attempt, int32_t round);

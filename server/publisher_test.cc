@@ -79,6 +79,33 @@ TEST(PublisherTest, EveryBlockArrivesWholeOnAFixedGrid) {
   }
 }
 
+// What the rank named first is needed first: it interrupts a larger block, which goes on after it
+// on the same grid.
+TEST(PublisherTest, WhatIsNeededSoonerGoesFirst) {
+  Source source(3, kPieceBytes / 4);
+  PullQueue queue;
+  queue.Push(source.Item(2, WholeRect(3, source.cols)));
+  queue.Push(source.Item(1, Rect{0, 1, 0, source.cols}));
+  const auto next = [&queue] {
+    const ChunkPlan plan = queue.TakeChunk();
+    EXPECT_EQ(plan.pieces.size(), 1);
+    return std::make_pair(plan.pieces[0].item.block, plan.pieces[0].offset);
+  };
+  EXPECT_EQ(next(), std::make_pair(1, int64_t{0}));
+  EXPECT_EQ(next(), std::make_pair(2, int64_t{0}));
+  queue.Push(source.Item(0, Rect{0, 1, 0, source.cols}));
+  queue.Push(source.Item(3, Rect{0, 1, 0, source.cols}));
+  PullItem older = source.Item(9, Rect{0, 1, 0, source.cols});
+  older.step = 0;
+  queue.Push(older);
+  EXPECT_EQ(next(), std::make_pair(9, int64_t{0}));
+  EXPECT_EQ(next(), std::make_pair(0, int64_t{0}));
+  EXPECT_EQ(next(), std::make_pair(2, source.cols));
+  EXPECT_EQ(next(), std::make_pair(2, 2 * source.cols));
+  EXPECT_EQ(next(), std::make_pair(3, int64_t{0}));
+  EXPECT_TRUE(queue.empty());
+}
+
 TEST(PublisherTest, SmallBlocksTravelTogetherAndLargeOnesAreNotCopied) {
   Source source(1000, 1024);  // 4 MB
   PullQueue queue;
@@ -131,8 +158,8 @@ TEST(PublisherTest, DroppedUpdatesAreForgottenWithTheirMemory) {
   weights.pin.reset();
   queue.DropUpdates(1, 1, 0);
   EXPECT_EQ(source.alive.use_count(), 3);  // attempt 2 and the weights
+  EXPECT_EQ(queue.TakeChunk().pieces[0].item.type, v1::ChunkHeader::WEIGHTS_AT);  // older
   EXPECT_EQ(queue.TakeChunk().pieces[0].item.attempt, 2);
-  EXPECT_EQ(queue.TakeChunk().pieces[0].item.type, v1::ChunkHeader::WEIGHTS_AT);
 }
 
 TEST(PublisherTest, ConvertsToTheTypeOfTheWire) {

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
+#include "server/need_order.h"
 
 namespace stiefel {
 namespace {
@@ -55,6 +56,8 @@ absl::Status RunHost::Allocate() {
   }
   STIEFEL_RETURN_IF_ERROR(MatrixStore::AllocateState(stores, environment_.backend));
   environment_.engine->SetWorkspaces(std::move(workspaces));
+  if (environment_.trace != nullptr)
+    trace_ = std::make_unique<RunTrace>(environment_.trace, &machine_);
   machine_.set_admission([this](const std::vector<RankState>& ranks) {
     mutex_.AssertHeld();  // the machine is called under the lock only
     return AdmitSteps(ranks);
@@ -76,6 +79,7 @@ absl::Status RunHost::AdmitSteps(const std::vector<RankState>& ranks) {
   for (const auto& [index, store] : stores_) stores.push_back(store.get());
   STIEFEL_RETURN_IF_ERROR(
       MatrixStore::AllocateSteps(stores, admitted_.staging, ranks, environment_.backend));
+  need_order_ = NeedOrder(ranks, spec_->matrices().size());
   targets_.assign(ranks.size(), {});
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     targets_[rank].resize(ranks[rank].push.size(), {nullptr, 0});

@@ -34,6 +34,7 @@
 #include "server/ordered_calls.h"
 #include "server/publisher.h"
 #include "server/run_machine.h"
+#include "server/run_trace.h"
 #include "server/sinks.h"
 #include "server/weights_init.h"
 #include "stiefel/v1/optimizer.pb.h"
@@ -50,6 +51,7 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
     std::shared_ptr<Backend> backend;
     Engine* engine;
     const Clock* clock;
+    Trace* trace = nullptr;  // null: none is written
   };
 
   // Checks and admits the run and allocates its state. INVALID_ARGUMENT and FAILED_PRECONDITION as
@@ -237,10 +239,12 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
 
   mutable Mutex mutex_;
   RunMachine machine_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<RunTrace> trace_ ABSL_GUARDED_BY(mutex_);  // null: none is written
   std::map<int32_t, std::unique_ptr<MatrixStore>> stores_ ABSL_GUARDED_BY(mutex_);
   // By rank and push block: the store and the region in it; null where another server owns it.
   std::vector<std::vector<std::pair<MatrixStore*, int32_t>>> targets_ ABSL_GUARDED_BY(mutex_);
   Admitted admitted_ ABSL_GUARDED_BY(mutex_);
+  std::vector<int64_t> need_order_ ABSL_GUARDED_BY(mutex_);  // by matrix
 
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
   std::map<uint64_t, JoinDone> joins_ ABSL_GUARDED_BY(mutex_);

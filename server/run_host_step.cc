@@ -32,6 +32,7 @@ void RunHost::Perform(Turn* turn) {
 }
 
 void RunHost::Do(action::SendControl& action, Turn*) {
+  if (trace_ && action.message.has_vote()) trace_->Voted(action.message.vote(), Now());
   const auto stream = control_of_.find({action.rank, action.to});
   if (stream == control_of_.end()) return;
   if (action.message.has_arrived()) {
@@ -67,6 +68,7 @@ bool RunHost::Current(const StepKey& key) const {
 void RunHost::Do(action::Compute& action, Turn* turn) {
   const StepKey key{action.step, action.attempt, action.round};
   MatrixStore& store = *stores_.at(action.matrix);
+  if (trace_) trace_->Complete(action.matrix, Now());
   if (action.round > 0) {  // the updates of the round before are for nobody
     for (RankIo& io : ranks_) io.queue.DropUpdates(action.step, action.attempt, action.round - 1);
   }
@@ -85,7 +87,8 @@ void RunHost::Do(action::Compute& action, Turn* turn) {
       [self = shared_from_this(), job = *std::move(job), matrix = action.matrix](
           const absl::Status& ready, Stream* stream, DeviceBuffer* workspace) mutable {
         self->RunCompute(std::move(job), matrix, ready, stream, workspace);
-      });
+      },
+      need_order_[action.matrix]);
 }
 
 void RunHost::RunCompute(MatrixJob job, int32_t matrix, const absl::Status& ready, Stream* stream,
@@ -100,12 +103,14 @@ void RunHost::RunCompute(MatrixJob job, int32_t matrix, const absl::Status& read
   std::string explanation;
   absl::Status status = ready;
   if (wanted && status.ok()) status = RunStepJob(job, stream, workspace, &result, &explanation);
-  const int64_t micros = Now() - begin;
+  const int64_t end = Now(), micros = end - begin;
   job.pins.clear();  // before the step can be decided: a commit makes these the staged buffers
   Turn turn;
   {
     MutexLock lock(&mutex_);
     --computing_;
+    if (trace_ && wanted)
+      trace_->Computed(matrix, job.key.step, KindName(job.spec->rule, job.args.kind), begin, end);
     if (wanted && Current(job.key)) {
       v1::Vote::Matrix vote;
       vote.set_matrix(matrix);
@@ -181,6 +186,7 @@ void RunHost::CommitStores(const v1::Decide& decision) {
 void RunHost::Do(action::Finish& action, Turn* turn) {
   const v1::Decide& decision = action.decision;
   settling_ = {decision.step(), decision.attempt()};
+  if (trace_) trace_->Decided(decision, Now());
   if (machine_.draining()) drained_ = true;
   if (decision.outcome() == v1::COMMIT) {
     CommitStores(decision);

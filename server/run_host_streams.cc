@@ -105,6 +105,7 @@ void RunHost::CloseData(uint64_t stream, const absl::Status& status) {
   const auto found = data_.find(stream);
   if (found == data_.end()) return;
   ranks_[found->second.key.first].data_streams.erase(stream);
+  if (trace_) trace_->Lost(stream);
   calls_.Add([sink = std::move(found->second.sink), status] { sink->Close(status); });
   data_.erase(found);
 }
@@ -124,6 +125,7 @@ void RunHost::OnDataWritten(uint64_t stream) {
     const auto found = data_.find(stream);
     if (found == data_.end()) return;
     found->second.writing = false;
+    if (trace_) trace_->Sent(stream, Now());
     Pump(found->second.key.first, &turn);
   }
   EndTurn(&turn);
@@ -234,6 +236,7 @@ absl::Status RunHost::OnChunk(uint64_t stream, IncomingChunk* chunk) {
     STIEFEL_RETURN_IF_ERROR(CheckCredit(header, chunk->payload_bytes()));
     refusal = PlacePieces(header, &placements);
     if (placements.empty()) return refusal;
+    if (trace_) trace_->Arrives(header, Now());
     bytes_pushed_ += chunk->payload_bytes();
     ++copies_;
   }
@@ -346,6 +349,7 @@ void RunHost::Pump(int32_t rank, Turn* turn) {
     stream.writing = true;
     DataWrite write{stream.sink, io.queue.TakeChunk(), {}};
     bytes_pulled_ += write.plan.payload_bytes;
+    if (trace_) trace_->Sends(id, rank, write.plan, Now());
     write.receiver.set_run_uid(spec_->opened().run_uid());
     write.receiver.set_placement_epoch(machine_.placement_epoch());
     write.receiver.set_rank(rank);
