@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -46,8 +47,9 @@ absl::StatusOr<std::unique_ptr<ChildProcess>> ChildProcess::StartServer(
   const pid_t pid = fork();
   if (pid < 0) return absl::ResourceExhaustedError("fork");
   if (pid == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGTERM);  // also where this process is killed
     dup2(ends[1], STDOUT_FILENO);
-    execv(arguments[0], arguments.data());
+    execvp(arguments[0], arguments.data());
     _exit(127);
   }
   close(ends[1]);

@@ -15,8 +15,8 @@ namespace stiefel {
 
 class ChildProcess {
  public:
-  // Starts argv[0] and reads its standard output until a line holds "listening on HOST:PORT".
-  // UNAVAILABLE if it ends before that.
+  // Starts argv[0] (looked for in PATH), which ends with this process, and reads its standard
+  // output until a line holds "listening on HOST:PORT". UNAVAILABLE if it ends before that.
   static absl::StatusOr<std::unique_ptr<ChildProcess>> StartServer(
       const std::vector<std::string>& argv);
   // SIGTERM, then waits; SIGKILL after 20 s.
