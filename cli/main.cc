@@ -7,6 +7,7 @@
 #include "cli/apply_command.h"
 #include "cli/plan_command.h"
 #include "cli/status_command.h"
+#include "cli/trace_command.h"
 
 int main(int argc, char** argv) {
   CLI::App app("Plans and watches Stiefel runs, and tries rules on gradients.", "stiefelctl");
@@ -15,6 +16,7 @@ int main(int argc, char** argv) {
   stiefel::AddPlanCommand(&app, &result);
   stiefel::AddStatusCommand(&app, &result);
   stiefel::AddApplyCommand(&app, &result);
+  stiefel::AddTraceCommand(&app, &result);
   CLI11_PARSE(app, argc, argv);
   if (result.ok()) return 0;
   std::fprintf(stderr, "stiefelctl: %s\n", result.ToString().c_str());

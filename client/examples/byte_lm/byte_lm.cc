@@ -90,6 +90,7 @@ void AddFlags(CLI::App* app, TrainingOptions* options, std::string* json_path) {
       ->capture_default_str();
   app->add_option("--evaluate-every", options->evaluate_every, "steps between looks")
       ->capture_default_str();
+  app->add_option("--trace", options->trace_path, "file for a Chrome trace of this trainer");
   app->add_option("--json", *json_path, "file for the results");
 }
 

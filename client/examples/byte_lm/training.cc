@@ -174,6 +174,7 @@ absl::Status Training::Join() {
                      : WholePushBlocks(specs);
   trainer.pull = WholePullBlocks(specs);
   trainer.step_timeout = absl::Seconds(options_.step_timeout_seconds);
+  trainer.trace_file = options_.trace_path;
   if (options_.rejoin) trainer.applied_step.reset();
   STIEFEL_ASSIGN_OR_RETURN(trainer_, Trainer::Connect(trainer, specs));
   return absl::OkStatus();

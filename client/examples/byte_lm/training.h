@@ -42,6 +42,7 @@ struct TrainingOptions {
   double hidden_lr = 0;         // peak; 0: that of the options, else a good one for the preset
   double adamw_lr = 0.002;      // peak, of embedding, output layer and biases
   uint64_t seed = 1;            // of weights and batches
+  std::string trace_path;       // of a Chrome trace; empty: none
   int64_t evaluate_every = 50;  // steps; a look at the held-out text, and a line of progress
 };
 
