@@ -243,16 +243,16 @@ absl::Status AddParameter(const Mesh& mesh, const ParameterSpec& parameter, int3
     if (!applied.ok())
       return explain(applied, absl::StrCat(" over \"", over.dim, "\" (size ", size, ")"));
   }
-  PartOfRank& part = result->parts[index];
-  part.puller = result->rank;
+  Held& held = result->held[index];
+  held.puller = result->rank;
   if (!holding.holds) return absl::OkStatus();
-  part.rows = Length(holding.matrices) * Length(holding.rows);
-  part.cols = Length(holding.cols);
-  if (part.rows == 0 || part.cols == 0) {
-    part.rows = part.cols = 0;
+  held.rows = Length(holding.matrices) * Length(holding.rows);
+  held.cols = Length(holding.cols);
+  if (held.rows == 0 || held.cols == 0) {
+    held.rows = held.cols = 0;
     return absl::OkStatus();
   }
-  part.puller = static_cast<int32_t>(holding.puller);
+  held.puller = static_cast<int32_t>(holding.puller);
   AddBlocks(parameter, index, spread.parts, geometry, holding, result);
   return absl::OkStatus();
 }
@@ -341,7 +341,7 @@ absl::StatusOr<BlocksOfOneRank> BlocksOfRank(const Mesh& mesh,
         absl::StrCat(spreads.size(), " spreads for ", parameters.size(), " parameters"));
   }
   result.rank = rank;
-  result.parts.resize(parameters.size());
+  result.held.resize(parameters.size());
   for (size_t p = 0; p < parameters.size(); ++p) {
     STIEFEL_RETURN_IF_ERROR(
         AddParameter(mesh, parameters[p], static_cast<int32_t>(p), spreads[p], &result));

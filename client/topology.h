@@ -89,7 +89,7 @@ enum class Gradients {
 // Who pulls what several ranks hold.
 enum class Pull {
   kEach,
-  kFirst,  // the first rank along the dimension; it broadcasts to the others (PartOfRank::puller)
+  kFirst,  // the first rank along the dimension; it broadcasts to the others (Held::puller)
 };
 
 // How a parameter is spread over one dimension of the mesh. Made by the functions below.
@@ -148,7 +148,7 @@ struct LocalBlock {
 };
 
 // What a rank holds of one parameter, seen as in the stacked view; 0 x 0: nothing.
-struct PartOfRank {
+struct Held {
   int64_t rows = 0, cols = 0;
   int32_t puller = 0;  // the rank that pulls this part: this one, or the one that broadcasts it
 };
@@ -160,7 +160,7 @@ struct BlocksOfOneRank {
   std::vector<PullBlock> pull;
   std::vector<LocalBlock> push_at;  // by block
   std::vector<LocalBlock> pull_at;
-  std::vector<PartOfRank> parts;  // by parameter
+  std::vector<Held> held;  // by parameter
 
   // Sets rank, world size and both lists (which may be empty).
   void SetIn(TrainerOptions* options) const;

@@ -89,7 +89,7 @@ TEST(TopologyTest, RowShardsAreCutAsTorchCutsThem) {
   EXPECT_EQ(options.rank, 3);
   EXPECT_EQ(options.world_size, 4);
   EXPECT_FALSE(options.whole_if_empty) << "a rank that holds nothing must not push everything";
-  EXPECT_EQ(last->parts[0].rows, 0);
+  EXPECT_EQ(last->held[0].rows, 0);
 }
 
 TEST(TopologyTest, HybridShardsDealThePushAndOneCopyPulls) {
@@ -104,8 +104,8 @@ TEST(TopologyTest, HybridShardsDealThePushAndOneCopyPulls) {
   const auto all = BlocksOfMesh(mesh, {w}, {Hsdp("replicate", "shard")});
   ASSERT_TRUE(all.ok()) << all.status();
   for (int32_t rank = 0; rank < 4; ++rank) {
-    EXPECT_EQ((*all)[rank].parts[0].puller, rank % 2);
-    EXPECT_EQ((*all)[rank].parts[0].rows, 4);
+    EXPECT_EQ((*all)[rank].held[0].puller, rank % 2);
+    EXPECT_EQ((*all)[rank].held[0].rows, 4);
   }
 }
 
@@ -164,7 +164,7 @@ TEST(TopologyTest, StagesHoldTheirOwnLayersAndTiedOnesAreSummed) {
   EXPECT_THAT(Pulls(mesh, w, tied), ElementsAre("[0:2, 0:4]", "[2:4, 0:4]", "", "", "", ""));
   const auto last = BlocksOfRank(mesh, {w}, {tied}, 5);
   ASSERT_TRUE(last.ok()) << last.status();
-  EXPECT_EQ(last->parts[0].puller, 1);
+  EXPECT_EQ(last->held[0].puller, 1);
   EXPECT_EQ(last->push_at[0].rows, 2);
 }
 
@@ -189,8 +189,8 @@ TEST(TopologyTest, BlocksAreViewsOfTheLocalTensor) {
   const ParameterSpread spread = {{"tp", ShardCols()}, {"dp", Replicate(Gradients::kEqual)}};
   const auto rank3 = BlocksOfRank(mesh, {experts}, {spread}, 3);
   ASSERT_TRUE(rank3.ok()) << rank3.status();
-  EXPECT_EQ(rank3->parts[0].rows, 8);  // both experts, columns [3, 6)
-  EXPECT_EQ(rank3->parts[0].cols, 3);
+  EXPECT_EQ(rank3->held[0].rows, 8);  // both experts, columns [3, 6)
+  EXPECT_EQ(rank3->held[0].cols, 3);
   std::vector<float> local(24);
   std::iota(local.begin(), local.end(), 0.0f);
   // Copy 1 of 2 pushes the lower half of the eight rows: all of expert 1.
@@ -211,6 +211,32 @@ TEST(TopologyTest, BlocksAreViewsOfTheLocalTensor) {
   ASSERT_TRUE(strided.ok()) << strided.status();
   EXPECT_EQ(strided->push_at[0].offset, 3);
   EXPECT_EQ(strided->push_at[0].row_stride, 9);
+}
+
+// The example of docs/client.md: pipeline x FSDP x tensor parallel.
+TEST(TopologyTest, StrategiesMix) {
+  const Mesh mesh = {{"pp", 2}, {"dp", 4}, {"tp", 2}};
+  const std::vector<ParameterSpec> parameters = {Spec("qkv", {2304, 768}), Spec("proj", {768, 768}),
+                                                 Spec("norm", {768})};
+  const std::vector<ParameterSpread> spreads = {
+      {{"pp", Stage(0)}, {"tp", ShardRows(PerSplit({768, 768, 768}))}, {"dp", ShardRows()}},
+      {{"pp", Stage(0)}, {"tp", ShardCols()}, {"dp", ShardRows()}},
+      {{"pp", Stage(0)},
+       {"tp", Replicate(Gradients::kPartial)},
+       {"dp", Replicate(Gradients::kEqual)}},
+  };
+  const auto all = BlocksOfMesh(mesh, parameters, spreads);
+  ASSERT_TRUE(all.ok()) << all.status();
+  ASSERT_EQ(all->size(), 16u);
+  const BlocksOfOneRank& rank3 = (*all)[3];  // pp 0, dp 1, tp 1
+  EXPECT_EQ(rank3.held[0].rows, 288);        // of 1152 rows that tp left, a quarter
+  std::vector<std::string> push;
+  for (const PushBlock& block : rank3.push) push.push_back(block.rect.DebugString());
+  // tp holds the second halves of Q, K and V; local rows 288 to 575 end Q's and begin K's.
+  EXPECT_THAT(push, ElementsAre("[672:768, 0:768]", "[1152:1344, 0:768]", "[192:384, 384:768]",
+                                "[0:1, 192:384]"));
+  EXPECT_EQ(rank3.push_at[1].offset, 96 * 768);
+  for (int32_t rank = 8; rank < 16; ++rank) EXPECT_TRUE((*all)[rank].push.empty());
 }
 
 TEST(TopologyTest, PartsAreThoseOfTheSpread) {

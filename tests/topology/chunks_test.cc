@@ -3,6 +3,7 @@
 
 #include "client/topology.h"
 #include "tests/inmemory/cluster.h"
+#include "tests/topology/drawn_run.h"
 
 namespace stiefel::testing {
 namespace {
@@ -29,6 +30,7 @@ TEST(ChunksTest, ManySmallSlicesTravelTogether) {
     blocks[rank] = *std::move(made);
     TrainerOptions options = cluster.Options(rank, kRanks);
     blocks[rank].SetIn(&options);
+    BePatient(&options);
     options.mode = UpdateMode::kWeights;
     options.chunk_bytes = 1 << 20;
     trainers[rank] = MustConnect(cluster, options, parameters);

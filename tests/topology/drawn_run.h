@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/time.h"
 #include "client/topology.h"
 
 namespace stiefel::testing {
@@ -33,6 +34,12 @@ struct DrawnRun {
   // "seed 7: 2 servers, {pp 2, dp 3}; w0 [12, 8] muon ...", to tell a failure by.
   std::string Describe() const;
 };
+
+// Deadlines for dozens of threads on a loaded machine, under a sanitizer: nothing here tests them.
+inline void BePatient(TrainerOptions* options) {
+  options->connect_timeout = options->join_timeout = absl::Seconds(120);
+  options->step_timeout = options->lease = absl::Seconds(120);
+}
 
 // At most 12 ranks. `large`: more and larger parameters.
 DrawnRun Draw(uint64_t seed, bool large);

@@ -95,12 +95,13 @@ void TrainRank(const DrawnRun& run, const Truth& truth, MemoryCluster* cluster,
   SCOPED_TRACE(run.Describe());  // this is a thread of its own
   for (size_t p = 0; p < run.parameters.size(); ++p) {
     const Role& role = truth.RoleOf(blocks.rank, p);
-    ASSERT_EQ(blocks.parts[p].rows * blocks.parts[p].cols, role.elements.size());
+    ASSERT_EQ(blocks.held[p].rows * blocks.held[p].cols, role.elements.size());
     Values& weights = trained->weights.emplace_back();
     for (const int64_t element : role.elements) weights.push_back(truth.InitialWeight(p, element));
   }
   TrainerOptions options = cluster->Options(blocks.rank, run.ranks());
   blocks.SetIn(&options);
+  BePatient(&options);
   options.mode = run.mode;
   options.data_streams = 1;
   auto trainer = MustConnect(*cluster, options, run.parameters);
@@ -143,7 +144,7 @@ std::vector<Trained> TrainMesh(const DrawnRun& run, const Truth& truth) {
   if (::testing::Test::HasFailure()) return ranks;
   for (int32_t rank = 0; rank < run.ranks(); ++rank) {
     for (size_t p = 0; p < run.parameters.size(); ++p) {
-      const int32_t puller = (*blocks)[rank].parts[p].puller;
+      const int32_t puller = (*blocks)[rank].held[p].puller;
       EXPECT_EQ(truth.RoleOf(puller, p).elements, truth.RoleOf(rank, p).elements);
       ranks[rank].weights[p] = ranks[puller].weights[p];
     }
@@ -159,9 +160,9 @@ struct Whole {
 // One process, one server, nothing cut but stacks: their matrices may be absent one by one.
 void TrainWhole(const DrawnRun& run, const Truth& truth, Whole* whole) {
   std::vector<ParameterSpec> parameters = run.parameters;
-  TrainerOptions options;
   MemoryCluster cluster(1);
-  options = cluster.Options(0, 1);
+  TrainerOptions options = cluster.Options(0, 1);
+  BePatient(&options);
   options.mode = run.mode;
   for (size_t p = 0; p < parameters.size(); ++p) {
     ParameterSpec& spec = parameters[p];
