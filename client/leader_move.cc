@@ -49,6 +49,7 @@ absl::Status LeaderMachine::StartMove(const v1::Prepare& prepare, std::vector<bo
   members_.assign(next.size(), false);
   std::fill(members_.begin(), members_.begin() + in_force, true);
   if (outstanding_) outstanding_->acknowledged.resize(next.size(), true);
+  for (auto& [key, open] : open_) open.servers.resize(next.size());
   move_end_.reset();
   move_.emplace();
   move_->prepare = prepare;

@@ -62,6 +62,53 @@ const Small kSmall[] = {
        c->steps = 2;
      },
      60000, 1000000},
+    {"shards of one matrix meet in a collective, a deadline",
+     [](Config* c) {
+       c->coupled = true;
+       c->deadlines = 1;
+       c->trainers = 1;
+     },
+     0, 0},
+    {"one trainer, a server is replaced before the first step",
+     [](Config* c) {
+       c->trainers = 1;
+       c->moves = 1;
+       c->move_step = 0;
+     },
+     0, 0},
+    {"two trainers, owners go round after the first of two steps",
+     [](Config* c) {
+       c->steps = 2;
+       c->moves = 1;
+       c->move_step = 1;
+       c->move_kind = MoveKind::kRotate;
+     },
+     12000, 1000000},
+    {"a server is replaced, a restart",
+     [](Config* c) {
+       c->trainers = 1;
+       c->moves = 1;
+       c->move_step = 0;
+       c->restarts = 1;
+     },
+     25000, 1000000},
+    {"a server is replaced, the leader is taken for dead and lives on",
+     [](Config* c) {
+       c->trainers = 1;
+       c->moves = 1;
+       c->move_step = 0;
+       c->zombies = 1;
+     },
+     12000, 1000000},
+    {"the last server leaves or one comes in, a deadline",
+     [](Config* c) {
+       c->trainers = 1;
+       c->moves = 2;
+       c->move_step = 0;
+       c->move_kind = MoveKind::kShrink;
+       c->deadlines = 1;
+     },
+     12000, 1000000},
 };
 
 TEST(Exploration, SmallConfigurationsKeepEveryPromise) {
@@ -121,6 +168,11 @@ Config Large(uint64_t seed) {
   config.deadlines = seed % 3;
   config.old_snapshots = seed % 2 == 1;
   config.without_weights = seed % 3 != 0;
+  config.coupled = seed % 4 == 3 && config.servers - config.idle_server > 1;
+  config.moves = (seed / 11) % 3;
+  config.move_step = (seed / 2) % 3;
+  config.move_kind = static_cast<MoveKind>((seed / 5) % 4);
+  config.fetch_fails = config.moves > 1 && seed % 13 == 0;
   return config;
 }
 
@@ -129,19 +181,23 @@ TEST(Exploration, RandomWalksOfLargeConfigurationsKeepEveryPromise) {
   int64_t events = 0;
   int64_t drops = 0;
   int64_t restored = 0;
+  int64_t moved = 0;
   for (uint64_t seed = 0; seed < walks; ++seed) {
     const Setting setting(Large(seed));
     const Walk walk = RandomWalk(setting, seed, 400, 8);
     events += walk.events;
     drops += walk.drops;
     restored += walk.restored;
+    moved += walk.moved;
     if (walk.trace)
       FAIL() << "seed " << seed << "\n" << Print(setting, Shorten(setting, *walk.trace));
   }
-  std::printf("%ld walks, %ld events, %ld attempts dropped, %ld runs ended with \"restore\"\n",
-              static_cast<long>(walks), static_cast<long>(events), static_cast<long>(drops),
-              static_cast<long>(restored));
+  std::printf(
+      "%ld walks, %ld events, %ld attempts dropped, %ld runs moved, %ld ended with \"restore\"\n",
+      static_cast<long>(walks), static_cast<long>(events), static_cast<long>(drops),
+      static_cast<long>(moved), static_cast<long>(restored));
   EXPECT_GT(drops, static_cast<int64_t>(walks / 2)) << "the walks meet too few faults";
+  EXPECT_GT(moved, static_cast<int64_t>(walks / 4)) << "too few moves come to their end";
   EXPECT_LT(restored, static_cast<int64_t>(walks / 10)) << "too many runs end by a refusal";
 }
 

@@ -159,6 +159,7 @@ Walk RandomWalk(const Setting& setting, uint64_t seed, int max_events, int fault
   walk.events = static_cast<int64_t>(trace.events.size());
   walk.drops = world.attempts_dropped();
   walk.restored = world.NeedsRestore();
+  walk.moved = world.moved();
   if (world.violation().empty()) return walk;
   trace.violation = world.violation();
   walk.trace = std::move(trace);

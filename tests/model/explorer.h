@@ -48,6 +48,7 @@ struct Walk {
   int64_t events = 0;
   int64_t drops = 0;
   bool restored = false;
+  bool moved = false;  // to another placement
 };
 Walk RandomWalk(const Setting& setting, uint64_t seed, int max_events, int fault_percent);
 

@@ -22,10 +22,13 @@ std::string Bytes(const Message& message) {
         } else if constexpr (std::is_same_v<Body, ChunkDown>) {
           body.header.AppendToString(&bytes);
           absl::StrAppend(&bytes, "|", body.value);
+        } else if constexpr (std::is_same_v<Body, OpenAnswer>) {
+          absl::StrAppend(&bytes, body.status.ToString());
         } else if constexpr (std::is_same_v<Body, JoinAnswer> ||
                              std::is_same_v<Body, TakeOverAnswer>) {
           body.response.AppendToString(&bytes);
           absl::StrAppend(&bytes, "|", body.status.ToString());
+          if constexpr (std::is_same_v<Body, JoinAnswer>) absl::StrAppend(&bytes, body.applied);
         } else {
           body.AppendToString(&bytes);
         }
@@ -49,6 +52,12 @@ std::string Describe(const v1::TrainerMessage& m) {
                           v1::Outcome_Name(m.decide().outcome()), " round ", m.decide().round());
     case v1::TrainerMessage::kArrivedQuery:
       return "ArrivedQuery";
+    case v1::TrainerMessage::kPrepare:
+      return absl::StrCat("Prepare ", m.prepare().placement().epoch());
+    case v1::TrainerMessage::kCancelPrepare:
+      return absl::StrCat("CancelPrepare ", m.cancel_prepare().epoch());
+    case v1::TrainerMessage::kSwitchPlacement:
+      return absl::StrCat("Switch ", m.switch_placement().epoch());
     case v1::TrainerMessage::kUpdatesQuery:
       return "UpdatesQuery";
     default:
@@ -72,6 +81,12 @@ std::string Describe(const v1::ServerMessage& m) {
                           v1::Outcome_Name(m.decided().outcome()));
     case v1::ServerMessage::kDecideAck:
       return "DecideAck" + StepOf(m.decide_ack().step(), m.decide_ack().attempt());
+    case v1::ServerMessage::kEpochAck:
+      return absl::StrCat("EpochAck ", m.epoch_ack().epoch(), " ",
+                          v1::EpochAck::State_Name(m.epoch_ack().state()), " ",
+                          m.epoch_ack().reason());
+    case v1::ServerMessage::kMoved:
+      return absl::StrCat("Moved ", m.moved().placement().epoch());
     case v1::ServerMessage::kRefused:
       return absl::StrCat("Refused", m.refused().fenced() ? " (fenced): " : ": ",
                           m.refused().message());
@@ -111,6 +126,10 @@ std::string Message::DebugString() const {
           return absl::StrCat("JoinRun answer: ", body.status.ToString());
         } else if constexpr (std::is_same_v<Body, TakeOverAnswer>) {
           return absl::StrCat("TakeOver answer: ", body.status.ToString());
+        } else if constexpr (std::is_same_v<Body, OpenAnswer>) {
+          return absl::StrCat("OpenRun answer: ", body.status.ToString());
+        } else if constexpr (std::is_same_v<Body, v1::OpenRunRequest>) {
+          return absl::StrCat("OpenRun with moves_in, placement ", body.placement_epoch());
         } else if constexpr (std::is_same_v<Body, v1::JoinRunRequest>) {
           return absl::StrCat("JoinRun, applied ",
                               body.has_applied_step() ? absl::StrCat(body.applied_step()) : "none");

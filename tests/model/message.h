@@ -41,25 +41,28 @@ struct ChunkDown {
 struct JoinAnswer {
   absl::Status status;
   v1::JoinRunResponse response;
+  int64_t applied;  // of the call that it answers, -1: none
 };
 struct TakeOverAnswer {
   absl::Status status;
   v1::TakeOverResponse response;
+};
+struct OpenAnswer {
+  absl::Status status;
 };
 
 struct Message {
   int32_t server = 0;
   int32_t process = 0;  // the life of a rank at the other end
   std::variant<v1::TrainerMessage, ChunkUp, v1::JoinRunRequest, v1::TakeOverRequest,
-               v1::ServerMessage, ChunkDown, JoinAnswer, TakeOverAnswer>
+               v1::OpenRunRequest, v1::ServerMessage, ChunkDown, JoinAnswer, TakeOverAnswer,
+               OpenAnswer>
       body;
   Hash hash;
 
-  bool up() const { return body.index() < 4; }
+  bool up() const { return body.index() < 5; }
   // A call or its answer, not a message of a stream.
-  bool rpc() const {
-    return body.index() == 2 || body.index() == 3 || body.index() == 6 || body.index() == 7;
-  }
+  bool rpc() const { return (body.index() >= 2 && body.index() <= 4) || body.index() >= 7; }
   // One line for a trace.
   std::string DebugString() const;
 };

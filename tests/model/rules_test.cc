@@ -17,6 +17,7 @@ struct Rule {
   int number;
   const char* name;
   bool ProtocolPolicy::*flag;
+  bool moves = false;  // it is about changes of placement
 };
 
 // Rule 14 only bounds time: RunMachineTime.ARunWithoutLeasesIsKeptForTheTakeoverTimeout.
@@ -40,6 +41,13 @@ const Rule kRules[] = {
     {11, "keep_deltas", &ProtocolPolicy::keep_deltas},
     {12, "take_over_all", &ProtocolPolicy::take_over_all},
     {13, "complete_found", &ProtocolPolicy::complete_found},
+    {13, "complete_switch", &ProtocolPolicy::complete_switch, true},
+    {13, "cancel_found", &ProtocolPolicy::cancel_found, true},
+    {15, "decide_first", &ProtocolPolicy::decide_first, true},
+    {15, "fresh_epochs", &ProtocolPolicy::fresh_epochs, true},
+    {16, "withhold_begin", &ProtocolPolicy::withhold_begin, true},
+    {16, "prepare_all", &ProtocolPolicy::prepare_all, true},
+    {16, "applied_first", &ProtocolPolicy::applied_first, true},
 };
 
 // Two servers, two trainers, one or two steps, and the faults that the seed allows.
@@ -60,6 +68,18 @@ Config Small(uint64_t seed) {
   return config;
 }
 
+// The same with a move, that is tried three times if it is cancelled.
+Config Moving(uint64_t seed) {
+  Config config = Small(seed);
+  config.trainers = 1 + (seed / 5) % 2;
+  config.moves = 3;
+  config.move_step = config.steps - 1;
+  config.move_kind = static_cast<MoveKind>((seed / 3) % 4);
+  config.fetch_fails = seed % 5 == 1;
+  config.settle_at_once = seed % 3 != 1;
+  return config;
+}
+
 struct Failure {
   Config config;
   Trace trace;
@@ -75,7 +95,7 @@ std::optional<Failure> Search(const Rule& rule, uint64_t max_walks, int max_fail
   std::optional<Failure> shortest;
   int failures = 0;
   for (uint64_t seed = 0; seed < max_walks && failures < max_failures; ++seed) {
-    Config config = Small(seed);
+    Config config = rule.moves ? Moving(seed) : Small(seed);
     config.policy.*rule.flag = false;
     const Setting setting(config);
     const Walk walk = RandomWalk(setting, seed, 200, 15);
@@ -109,7 +129,7 @@ TEST(Rules, EachSwitchedOffBreaksAPromise) {
 // The same walks with all rules in force.
 TEST(Rules, AllInForceBreakNone) {
   for (uint64_t seed = 0; seed < static_cast<uint64_t>(Scaled(3000, 20000)); ++seed) {
-    const Setting setting(Small(seed));
+    const Setting setting(seed % 3 == 0 ? Moving(seed) : Small(seed));
     const Walk walk = RandomWalk(setting, seed, 200, 15);
     if (walk.trace)
       FAIL() << "seed " << seed << "\n" << Print(setting, Shorten(setting, *walk.trace));

@@ -29,14 +29,26 @@ Setting::Setting(const Config& c) : config(c) {
     for (int32_t m = 0; m < shape.matrices; ++m) opened.set_owners(m, m % owners);
     specs.push_back(*RunSpec::Create(opened));
   }
+}
+
+std::vector<TrainerBlock> Setting::Blocks(const v1::Placement& placement) const {
+  std::vector<TrainerBlock> blocks;
   for (int32_t m = 0; m < shape.matrices; ++m) {
     TrainerBlock block;
     block.matrix = m;
-    block.server = m % owners;
+    block.server = placement.owners(m);
     block.elements = config.pieces;
     block.piece_elements = 1;
     blocks.push_back(block);
   }
+  return blocks;
+}
+
+std::vector<int32_t> ServersOf(const v1::Placement& placement) {
+  std::vector<int32_t> servers;
+  for (const std::string& address : placement.servers())
+    servers.push_back(std::stoi(address.substr(std::string("server").size())));
+  return servers;
 }
 
 World::World(const Setting* setting)
@@ -46,16 +58,22 @@ World::World(const Setting* setting)
       zombies_(setting->config.zombies),
       losses_(setting->config.losses),
       duplicates_(setting->config.duplicates),
-      deadlines_(setting->config.deadlines) {
+      deadlines_(setting->config.deadlines),
+      moves_(setting->config.moves),
+      fetch_fails_(setting->config.fetch_fails) {
   const Config& config = setting_->config;
   for (int32_t m = 0; m < setting_->matrices(); ++m)
     truth_->weights[{0, m}] = static_cast<Value>(m + 1);
-  for (int32_t s = 0; s < config.servers; ++s) {
-    auto server = std::make_shared<Server>(RunMachine(setting_->specs[s], kNow, config.policy));
+  for (int32_t s = 0; s < setting_->servers(); ++s) {
+    const bool open = s < config.servers;
+    auto server =
+        std::make_shared<Server>(RunMachine(setting_->specs[open ? s : 0], kNow, config.policy));
+    server->open = open;
     Actions actions;
     server->machine.OnWeightsReady(&actions);
     for (int32_t m = 0; m < setting_->matrices(); ++m)
-      server->weights.push_back(static_cast<Value>(m + 1));
+      server->weights.push_back(open && server->machine.spec().Owns(m) ? static_cast<Value>(m + 1)
+                                                                       : 0);
     server->consumed_bytes.resize(config.trainers);
     servers_.push_back(std::move(server));
   }
@@ -115,11 +133,13 @@ void World::Violate(const std::string& what) {
   if (violation_.empty()) violation_ = what;
 }
 
-// Never two different decisions for one (step, attempt), never a step consumed twice.
-void World::Say(const std::string& who, int64_t step, int32_t attempt, v1::Outcome outcome,
-                int32_t round) {
+// Never two different decisions for one (step, attempt) of a placement, never a step consumed
+// twice, by whatever placement.
+void World::Say(const std::string& who, int64_t epoch, int64_t step, int32_t attempt,
+                v1::Outcome outcome, int32_t round) {
   const std::string name = DecisionName(outcome, round);
-  const auto said = truth_->said.find({step, attempt});
+  const std::array<int64_t, 3> key = {epoch, step, attempt};
+  const auto said = truth_->said.find(key);
   if (said != truth_->said.end()) {
     if (said->second != name)
       Violate(absl::StrCat("two decisions: ", who, " says ", name, " of step ", step, " attempt ",
@@ -127,12 +147,13 @@ void World::Say(const std::string& who, int64_t step, int32_t attempt, v1::Outco
     return;
   }
   Truth& truth = MutableTruth();
-  truth.said[{step, attempt}] = name;
+  truth.said[key] = name;
   if (outcome == v1::DROP) return;
-  const auto [consumed, first] = truth.consumed.emplace(step, attempt);
-  if (!first && consumed->second != attempt)
+  const auto [consumed, first] = truth.consumed.emplace(step, std::make_pair(epoch, attempt));
+  if (!first && consumed->second != std::make_pair(epoch, attempt))
     Violate(absl::StrCat("step consumed twice: ", who, " consumes step ", step, " by attempt ",
-                         attempt, ", before it was attempt ", consumed->second));
+                         attempt, " of placement ", epoch, ", before it was attempt ",
+                         consumed->second.second, " of placement ", consumed->second.first));
   const Config& config = setting_->config;
   const bool finite = step != config.skip_step && step != config.local_step;
   if (finite != (outcome == v1::COMMIT))
@@ -183,16 +204,22 @@ bool World::AtOnce(const Message& message) const {
   const Process& process = *processes_[message.process];
   if (message.up()) {
     const RunMachine& machine = servers_[message.server]->machine;
+    // What is said under another placement is answered, or waits for this server's switch.
+    const auto* said = std::get_if<v1::TrainerMessage>(&message.body);
+    if (said != nullptr && said->sender().placement_epoch() != machine.placement_epoch())
+      return false;
     if (process.life < machine.ranks()[process.rank].incarnation) return true;
     const auto open = std::make_pair(machine.attempt().step, machine.attempt().attempt);
     std::pair<int64_t, int32_t> key(INT64_MAX, 0);
     if (const auto* gradient = std::get_if<ChunkUp>(&message.body)) {
-      key = {gradient->header.step(), gradient->header.attempt()};
+      if (gradient->header.sender().placement_epoch() == machine.placement_epoch())
+        key = {gradient->header.step(), gradient->header.attempt()};
     } else if (const auto* control = std::get_if<v1::TrainerMessage>(&message.body)) {
       if (control->has_end_push())
         key = {control->end_push().step(), control->end_push().attempt()};
       // The answer to this one would be as stale.
       if (control->has_begin_step() && process.has_weights &&
+          control->sender().placement_epoch() == process.placement.epoch() &&
           open <= std::make_pair(process.trainer.target(), process.trainer.attempt()))
         key = {control->begin_step().step(), control->begin_step().attempt()};
     }
@@ -204,6 +231,8 @@ bool World::AtOnce(const Message& message) const {
   const auto* control = std::get_if<v1::ServerMessage>(&message.body);
   if (control == nullptr || !control->has_decided()) return false;
   const v1::Decided& decided = control->decided();
+  if (control->placement_epoch() != process.placement.epoch())
+    return control->placement_epoch() < process.placement.epoch();
   return decided.step() <= process.trainer.applied() ||
          (decided.step() == process.trainer.target() && decided.outcome() == v1::DROP &&
           decided.attempt() < process.trainer.attempt());
@@ -226,9 +255,14 @@ void World::Settle() {
         again = true;
       }
     }
-    for (int32_t s = 0; s < config.servers; ++s) {
-      while (config.compute_at_once && !servers_[s]->computing.empty()) {
-        Compute(s, 0);
+    for (int32_t s = 0; s < setting_->servers(); ++s) {
+      for (int32_t i = 0; config.compute_at_once && i < ComputingCount(s);) {
+        if (!MayCompute(s, i)) {
+          ++i;
+          continue;
+        }
+        Compute(s, i);
+        i = 0;
         again = true;
       }
       while (config.settle_at_once && !servers_[s]->settling.empty()) {
@@ -251,7 +285,15 @@ void World::EnableFaults(std::vector<Event>* events) const {
     event.kind = Event::Kind::kLose;
     if (losses_ > 0 && processes_[message->process]->alive) events->push_back(event);
   }
-  for (int32_t s = 0; s < config.servers && deadlines_ > 0; ++s) {
+  for (int32_t p = 0; p < static_cast<int32_t>(processes_.size()) && deadlines_ > 0; ++p) {
+    if (!Runs(p) || !processes_[p]->leader || !processes_[p]->leader->moving()) continue;
+    Event event;
+    event.kind = Event::Kind::kMoveDeadline;
+    event.process = p;
+    events->push_back(event);
+  }
+  for (int32_t s = 0; s < setting_->servers() && deadlines_ > 0; ++s) {
+    if (!servers_[s]->open) continue;
     const Attempt& attempt = servers_[s]->machine.attempt();
     if (attempt.deadline == 0 || (attempt.sealed() && config.policy.seal_on_vote)) continue;
     Event event;
@@ -285,20 +327,23 @@ std::vector<Event> World::Enabled() const {
     event.message = message->hash;
     events.push_back(event);
   }
-  for (int32_t s = 0; s < setting_->config.servers; ++s) {
+  for (int32_t s = 0; s < setting_->servers(); ++s) {
     Event event;
     event.server = s;
     event.kind = Event::Kind::kCompute;
-    for (event.index = 0; event.index < static_cast<int32_t>(servers_[s]->computing.size());
-         ++event.index)
-      events.push_back(event);
+    for (event.index = 0; event.index < ComputingCount(s); ++event.index) {
+      if (MayCompute(s, event.index)) events.push_back(event);
+    }
+    event.kind = Event::Kind::kFetch;
+    event.index = 0;
+    if (MayFetch(s)) events.push_back(event);
     event.kind = Event::Kind::kSettle;
     event.index = 0;
     if (!servers_[s]->settling.empty()) events.push_back(event);
   }
   for (int32_t p = 0; p < static_cast<int32_t>(processes_.size()); ++p) {
     const Process& process = *processes_[p];
-    for (int32_t s = 0; s < setting_->config.servers && Runs(p); ++s) {
+    for (int32_t s = 0; s < setting_->servers() && Runs(p); ++s) {
       const Link& link = process.links[s];
       Event event;
       event.process = p;
@@ -307,7 +352,9 @@ std::vector<Event> World::Enabled() const {
       const bool may = link.joined || (process.leader && link.taken_over);
       if (may && !(link.control && (link.data || !link.joined))) events.push_back(event);
       event.kind = Event::Kind::kRetry;
-      const bool wants = (process.leader && !link.taken_over) || (process.joining && !link.joined);
+      const bool wants = (process.asked.count(s) > 0 && process.records.count(s) == 0) ||
+                         ToOpen(process, s) ||
+                         (process.joining && !link.joined && IsMember(process, s));
       if (wants && !link.calling) events.push_back(event);
     }
   }
@@ -333,7 +380,10 @@ bool World::Apply(const Event& event) {
       return e.kind == event.kind && e.process == event.process && e.server == event.server &&
              e.index == event.index && e.variant == event.variant && e.zombie == event.zombie;
     });
-    if (!possible && event.kind != Event::Kind::kDeadline) return false;
+    if (!possible && event.kind != Event::Kind::kDeadline &&
+        (event.kind != Event::Kind::kMoveDeadline ||
+         event.process >= static_cast<int32_t>(processes_.size())))
+      return false;
   }
   switch (event.kind) {
     case Event::Kind::kDuplicate:
@@ -362,6 +412,18 @@ bool World::Apply(const Event& event) {
     case Event::Kind::kSettle:
       SettleServer(event.server);
       break;
+    case Event::Kind::kFetch:
+      FetchState(event.server);
+      break;
+    case Event::Kind::kMoveDeadline: {
+      --deadlines_;
+      LeaderSends sends;
+      Process& leader = MutableProcess(event.process);
+      if (leader.leader) leader.leader->OnMoveDeadline(&sends);
+      SendFromLeader(event.process, sends);
+      AfterMove(event.process);
+      break;
+    }
     case Event::Kind::kDeadline: {
       --deadlines_;
       Actions actions;

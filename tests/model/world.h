@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,6 +26,10 @@
 #include "tests/model/message.h"
 
 namespace stiefel::model {
+
+// What a move does: the last server is replaced by one that comes in; owners go round among the
+// servers; the last server leaves; one comes in.
+enum class MoveKind { kReplace, kRotate, kShrink, kGrow };
 
 // What may happen in a world, and how often.
 struct Config {
@@ -40,6 +45,14 @@ struct Config {
   int64_t local_step = 0;      // the last rank says in EndPush that its own gradient is not finite
   int64_t fail_step = 0;       // its attempt 0 cannot be computed in round 1
   bool small_window = false;   // credit of one piece, else unlimited
+  // Matrices 0 and 1 are shards of one: their computations of a round meet in a collective.
+  bool coupled = false;
+  // The leader moves the run after this step; a cancelled move is tried again while any are left,
+  // as the next kind.
+  int64_t move_step = -1;
+  int32_t moves = 0;
+  MoveKind move_kind = MoveKind::kReplace;
+  bool fetch_fails = false;  // the first server that fetches state cannot
   // What happens at once instead of as an event of its own.
   bool join_at_once = true;  // the first joins
   bool credit_at_once = true;
@@ -55,7 +68,7 @@ struct Config {
   int32_t zombies = 0;           // the same, but the old one lives on
   int32_t losses = 0;            // a message, and the streams of its pair
   int32_t duplicates = 0;        // a message is delivered and stays in flight
-  int32_t deadlines = 0;         // step deadlines
+  int32_t deadlines = 0;         // of steps and moves
   int32_t restart_rank = -1;     // only this rank
   bool old_snapshots = false;    // a new life may start from one step less
   bool without_weights = false;  // or, in WEIGHTS mode, from none
@@ -68,9 +81,14 @@ struct Setting {
   int32_t matrices() const { return shape.matrices; }
   Config config;
   testing::RunShape shape;
-  std::vector<std::shared_ptr<const RunSpec>> specs;  // by server
-  std::vector<TrainerBlock> blocks;
+  // Servers of the first placement, and one that may come in.
+  int32_t servers() const { return config.servers + (config.moves > 0 ? 1 : 0); }
+  std::vector<TrainerBlock> Blocks(const v1::Placement& placement) const;
+  std::vector<std::shared_ptr<const RunSpec>> specs;  // by server of the first placement
 };
+
+// The servers of a placement, in its order.
+std::vector<int32_t> ServersOf(const v1::Placement& placement);
 
 struct Event {
   enum class Kind {
@@ -81,8 +99,10 @@ struct Event {
     kRetry,    // process, server
     kCompute,  // server, index
     kSettle,
-    kDeadline,  // server
-    kRestart,   // process (the dying one), variant
+    kFetch,         // server
+    kDeadline,      // server
+    kMoveDeadline,  // process
+    kRestart,       // process (the dying one), variant
   };
   Kind kind;
   int32_t process = 0;
@@ -94,7 +114,7 @@ struct Event {
 
   bool fault() const {
     return kind == Kind::kDuplicate || kind == Kind::kLose || kind == Kind::kDeadline ||
-           kind == Kind::kRestart;
+           kind == Kind::kMoveDeadline || kind == Kind::kRestart;
   }
 };
 
@@ -120,6 +140,8 @@ class World {
   // not ("stuck ..."). Returns the events it took.
   std::vector<Event> CloseFairly(uint64_t seed);
   int64_t attempts_dropped() const;
+  // The run is under another placement than the one it was opened with.
+  bool moved() const { return processes_[Current(0)]->placement.epoch() > 1; }
   // The oldest (step, attempt) that is open at some server.
   std::pair<int64_t, int32_t> OldestOpen() const;
   // The attempt that committed or skipped the step; -1: none yet.
@@ -142,11 +164,21 @@ class World {
     int64_t step;
     int32_t attempt;
     int32_t round;
+    int64_t epoch;
+    bool met = false;  // coupled: the other shard's computation has met this one
+  };
+  struct Fetch {
+    std::shared_ptr<const RunSpec> next;
+    int64_t after_step;
   };
   // A server: its machine, and what its host holds.
   struct Server {
     explicit Server(RunMachine m) : machine(std::move(m)) {}
-    RunMachine machine;
+    bool open = true;     // false: it has not been opened, or its run has ended
+    std::string request;  // that it was opened with, if it came in
+    RunMachine machine;   // of whatever run while not open
+    std::optional<Fetch> fetch;
+    std::map<int32_t, Value> fetched;              // by matrix
     std::map<std::array<int64_t, 3>, Tag> placed;  // (rank, block, offset) of the open attempt
     std::map<int32_t, Staged> staged;              // by matrix, of the open attempt
     std::map<int32_t, Staged> kept;                // by matrix, of the kept step
@@ -173,11 +205,18 @@ class World {
     bool alive = true;
     bool zombie = false;  // a newer life of the rank exists
     bool joining = false;
-    bool restore = false;  // stopped by an explicit refusal
-    std::string stopped;   // why; empty: it runs
+    bool restore = false;          // stopped by an explicit refusal
+    std::string stopped;           // why; empty: it runs
+    v1::Placement placement;       // as far as it knows
+    std::vector<int32_t> members;  // its servers; the trainer machine's numbers
+    bool takes_over = false;
+    std::map<int32_t, std::optional<v1::TakeOverResponse>> records;  // by server; unset: no run
+    std::set<int32_t> asked;                                         // for their records
     std::optional<LeaderMachine> leader;
+    std::vector<int32_t> leader_servers;  // the leader machine's numbers
+    std::optional<v1::Prepare> move;      // that this leader is at
     TrainerMachine trainer;
-    std::vector<Link> links;
+    std::vector<Link> links;  // by server
     bool has_weights = true;
     int64_t applied = 0;
     std::vector<Value> weights;
@@ -190,8 +229,8 @@ class World {
   };
   // What the world knows of the whole run, to check everyone against.
   struct Truth {
-    std::map<std::pair<int64_t, int32_t>, std::string> said;  // (step, attempt) -> decision
-    std::map<int64_t, int32_t> consumed;                      // step -> attempt
+    std::map<std::array<int64_t, 3>, std::string> said;       // (epoch, step, attempt)
+    std::map<int64_t, std::pair<int64_t, int32_t>> consumed;  // step -> (epoch, attempt)
     std::map<std::pair<int64_t, int32_t>, Value> weights;     // (step, matrix) -> after the step
     std::map<int64_t, std::vector<int64_t>> lives;            // step -> generation by rank
   };
@@ -202,8 +241,8 @@ class World {
   Truth& MutableTruth();
   int32_t Find(int32_t rank, const Incarnation& life) const;
   void Violate(const std::string& what);
-  void Say(const std::string& who, int64_t step, int32_t attempt, v1::Outcome outcome,
-           int32_t round);
+  void Say(const std::string& who, int64_t epoch, int64_t step, int32_t attempt,
+           v1::Outcome outcome, int32_t round);
   void CheckWeights(const std::string& who, int64_t step, int32_t matrix, Value value);
   void Post(Message message);
   bool Runs(int32_t process) const {
@@ -229,6 +268,12 @@ class World {
   void PerformFinish(int32_t server, const v1::Decide& decision);
   void CommitMatrix(int32_t server, const v1::Decide& decision, int32_t matrix);
   void PerformFree(int32_t server, int64_t step);
+  // Where the computation that meets this one is: server and index; -1: not (yet) there.
+  std::pair<int32_t, int32_t> Other(const Computing& work) const;
+  bool MayCompute(int32_t server, int32_t index) const;
+  int32_t ComputingCount(int32_t server) const {
+    return static_cast<int32_t>(servers_[server]->computing.size());
+  }
   void Compute(int32_t server, int32_t index);
   Value UpdateValue(const Server& host, int32_t matrix, const Staged& staged) const;
   Staged Sum(const Server& host, const Computing& work) const;
@@ -255,6 +300,27 @@ class World {
   void Break(int32_t process, int32_t server);
   void Restart(const Event& event);
 
+  // world_move.cc: changes of placement, on both ends
+  bool IsMember(const Process& process, int32_t server) const;
+  int32_t TrainerIndex(const Process& process, int32_t server) const;
+  int32_t LeaderIndex(const Process& process, int32_t server) const;
+  // Whether the leader may still ask this server, one that comes in, to open the run.
+  bool ToOpen(const Process& process, int32_t server) const;
+  v1::Placement NextPlacement(const v1::Placement& now, int64_t epoch) const;
+  bool WantsMove(const Process& process) const;
+  void StartMove(int32_t process);
+  v1::OpenRunRequest OpenRequest(const Process& leader, int32_t server) const;
+  void DeliverOpen(const Message& message, const v1::OpenRunRequest& request);
+  void DeliverOpenAnswer(int32_t process, int32_t server, const OpenAnswer& answer);
+  void AfterMove(int32_t process);
+  void Adopt(int32_t process, const v1::Placement& placement);
+  void FinishGathering(int32_t process);
+  const v1::Placement& InForce(const Server& host, v1::Placement* own) const;
+  bool MayFetch(int32_t server) const;
+  void FetchState(int32_t server);
+  void PerformSwitch(int32_t server, const action::SwitchPlacement& change);
+  void CloseServer(int32_t server);
+
   const Setting* setting_;
   std::vector<std::shared_ptr<Server>> servers_;
   std::vector<std::shared_ptr<Process>> processes_;
@@ -263,6 +329,8 @@ class World {
   std::vector<int32_t> to_drive_;  // processes that something reached in this event
   // Faults left.
   int32_t restarts_, zombies_, losses_, duplicates_, deadlines_;
+  int32_t moves_;
+  bool fetch_fails_;
   std::string violation_;
 };
 

@@ -17,17 +17,21 @@ constexpr int64_t kNow = 1000;
 
 void World::StartProcess(int32_t rank, Incarnation life, const Process* before, int32_t variant) {
   const Config& config = setting_->config;
+  const v1::Placement first = setting_->specs[0]->placement();  // as everyone is told at its start
+  const std::vector<TrainerBlock> blocks = setting_->Blocks(first);
   auto process = std::make_shared<Process>(
-      rank, life,
-      TrainerMachine(config.servers, setting_->blocks, setting_->blocks, config.policy));
-  process->links.resize(config.servers);
+      rank, life, TrainerMachine(config.servers, blocks, blocks, config.policy));
+  process->placement = first;
+  process->members = ServersOf(first);
+  process->links.resize(setting_->servers());
   if (before == nullptr) {
     for (int32_t m = 0; m < setting_->matrices(); ++m)
       process->weights.push_back(static_cast<Value>(m + 1));
     process->joining = true;
     if (rank == 0) {
       process->leader = LeaderMachine::Opened(config.servers, 1, config.policy);
-      for (Link& link : process->links) link.taken_over = true;
+      process->leader_servers = process->members;
+      for (const int32_t server : process->members) process->links[server].taken_over = true;
     }
   } else {
     process->has_weights = variant != 2;
@@ -36,11 +40,12 @@ void World::StartProcess(int32_t rank, Incarnation life, const Process* before, 
     process->applied = variant == 0 ? before->applied : variant == 1 ? before->older_applied : 0;
     process->weights = variant == 1 ? before->older : before->weights;
     process->joining = rank != 0;
-    if (rank == 0) process->leader = LeaderMachine::TakingOver(config.servers, config.policy);
+    process->takes_over = rank == 0;
+    if (rank == 0) process->asked.insert(process->members.begin(), process->members.end());
   }
   processes_.push_back(std::move(process));
   const int32_t index = static_cast<int32_t>(processes_.size()) - 1;
-  for (int32_t server = 0; server < config.servers; ++server) Call(index, server);
+  for (const int32_t server : processes_[index]->members) Call(index, server);
 }
 
 void World::Restart(const Event& event) {
@@ -68,11 +73,15 @@ void World::Stop(int32_t process, const std::string& why) {
 void World::Call(int32_t process, int32_t server) {
   Process& me = MutableProcess(process);
   Link& link = me.links[server];
-  if (me.leader && !link.taken_over) {
+  if (me.asked.count(server) > 0 && me.records.count(server) == 0) {
     link.calling = true;
     return Post({server, process, testing::TakeOver(me.life), {}});
   }
-  if (!me.joining || link.joined) return;
+  if (ToOpen(me, server)) {
+    link.calling = true;
+    return Post({server, process, OpenRequest(me, server), {}});
+  }
+  if (!me.joining || link.joined || !IsMember(me, server)) return;
   link.calling = true;
   std::optional<int64_t> applied;
   if (me.has_weights) applied = me.applied;
@@ -83,7 +92,8 @@ void World::Call(int32_t process, int32_t server) {
 void World::Connect(int32_t process, int32_t server) {
   Process& me = MutableProcess(process);
   Link& link = me.links[server];
-  const v1::Sender sender = testing::SenderOf(me.rank, me.life);
+  const v1::Sender sender = testing::SenderOf(me.rank, me.life, me.placement.epoch());
+  if (!servers_[server]->open) return;
   if (!link.control) {
     Actions actions;
     link.control = true;
@@ -95,17 +105,22 @@ void World::Connect(int32_t process, int32_t server) {
     }
     Perform(server, std::move(actions));
     LeaderSends sends;
-    if (me.leader) me.leader->OnServerUp(server, &sends);
+    const int32_t leads = LeaderIndex(me, server);
+    if (leads >= 0) me.leader->OnServerUp(leads, &sends);
     SendFromLeader(process, sends);
   }
   if (link.joined && !link.data) {
     Actions actions;
     link.data = true;
     const absl::Status up = MutableServer(server).machine.OnDataUp(sender, kNow, &actions);
+    if (absl::IsUnavailable(up)) {  // it moved: the control stream tells
+      link.data = false;
+      return;
+    }
     if (!up.ok()) return Stop(process, std::string(up.message()));
     Perform(server, std::move(actions));
     TrainerSends sends;
-    me.trainer.OnServerUp(server, &sends);
+    me.trainer.OnServerUp(TrainerIndex(me, server), &sends);
     SendFromTrainer(process, sends);
   }
   to_drive_.push_back(process);
@@ -117,13 +132,13 @@ void World::Break(int32_t process, int32_t server) {
   Link& link = me.links[server];
   if (link.control) MutableServer(server).machine.OnControlDown(me.rank, me.life, kNow);
   link.control = link.data = false;
-  me.trainer.OnServerDown(server);
+  if (IsMember(me, server)) me.trainer.OnServerDown(TrainerIndex(me, server));
 }
 
 void World::SendFrom(int32_t process, int32_t server, v1::TrainerMessage message) {
   const Process& me = *processes_[process];
   if (!me.links[server].control) return;
-  *message.mutable_sender() = testing::SenderOf(me.rank, me.life);
+  *message.mutable_sender() = testing::SenderOf(me.rank, me.life, me.placement.epoch());
   Post({server, process, std::move(message), {}});
 }
 
@@ -131,15 +146,16 @@ void World::SendFromLeader(int32_t process, const LeaderSends& sends) {
   for (const LeaderSend& send : sends) {
     if (send.message.has_decide()) {
       const v1::Decide& decide = send.message.decide();
-      Say(absl::StrCat("leader (life ", process, ")"), decide.step(), decide.attempt(),
-          decide.outcome(), decide.round());
+      Say(absl::StrCat("leader (life ", process, ")"), processes_[process]->placement.epoch(),
+          decide.step(), decide.attempt(), decide.outcome(), decide.round());
     }
-    SendFrom(process, send.server, send.message);
+    SendFrom(process, processes_[process]->leader_servers[send.server], send.message);
   }
 }
 
 void World::SendFromTrainer(int32_t process, const TrainerSends& sends) {
-  for (const TrainerSend& send : sends) SendFrom(process, send.server, send.message);
+  for (const TrainerSend& send : sends)
+    SendFrom(process, processes_[process]->members[send.server], send.message);
 }
 
 // ---------------------------------------------------------------- deliveries
@@ -153,6 +169,8 @@ void World::DeliverDown(const Message& message) {
     DeliverChunkDown(message.process, server, *chunk);
   } else if (const auto* join = std::get_if<JoinAnswer>(&message.body)) {
     DeliverJoinAnswer(message.process, server, *join);
+  } else if (const auto* open = std::get_if<OpenAnswer>(&message.body)) {
+    DeliverOpenAnswer(message.process, server, *open);
   } else {
     DeliverTakeOverAnswer(message.process, server, std::get<TakeOverAnswer>(message.body));
   }
@@ -162,27 +180,39 @@ void World::DeliverDown(const Message& message) {
 void World::DeliverControlDown(int32_t process, int32_t server, const v1::ServerMessage& message) {
   Process& me = MutableProcess(process);
   LeaderSends sends;
+  const int32_t leads = LeaderIndex(me, server);
+  const int32_t index = TrainerIndex(me, server);
+  if (message.has_moved()) {
+    if (me.rank == 0 || message.moved().placement().epoch() <= me.placement.epoch()) return;
+    return Adopt(process, message.moved().placement());
+  }
+  if (message.has_epoch_ack()) {
+    if (leads >= 0) me.leader->OnEpochAck(leads, message.epoch_ack(), &sends);
+    SendFromLeader(process, sends);
+    return AfterMove(process);
+  }
+  if (message.placement_epoch() != me.placement.epoch()) return;
   switch (message.kind_case()) {
     case v1::ServerMessage::kVote:
-      if (me.leader) me.leader->OnVote(server, message.vote(), &sends);
+      if (leads >= 0) me.leader->OnVote(leads, message.vote(), &sends);
       break;
     case v1::ServerMessage::kDrop:
-      if (me.leader) me.leader->OnDrop(server, message.drop(), &sends);
+      if (leads >= 0) me.leader->OnDrop(leads, message.drop(), &sends);
       break;
     case v1::ServerMessage::kDecideAck:
-      if (me.leader) me.leader->OnDecideAck(server, message.decide_ack(), &sends);
+      if (leads >= 0) me.leader->OnDecideAck(leads, message.decide_ack(), &sends);
       break;
     case v1::ServerMessage::kCredit:
-      me.trainer.OnCredit(server, message.credit());
+      if (index >= 0) me.trainer.OnCredit(index, message.credit());
       break;
     case v1::ServerMessage::kArrived:
-      me.trainer.OnArrived(server, message.arrived());
+      if (index >= 0) me.trainer.OnArrived(index, message.arrived());
       break;
     case v1::ServerMessage::kDecided:
-      me.trainer.OnDecided(server, message.decided());
+      if (index >= 0) me.trainer.OnDecided(index, message.decided());
       break;
     case v1::ServerMessage::kRefused:
-      me.trainer.OnRefused(server, message.refused());
+      if (index >= 0) me.trainer.OnRefused(index, message.refused());
       break;
     default:
       break;
@@ -193,7 +223,8 @@ void World::DeliverControlDown(int32_t process, int32_t server, const v1::Server
 void World::DeliverChunkDown(int32_t process, int32_t server, const ChunkDown& chunk) {
   Process& me = MutableProcess(process);
   const v1::Piece& piece = chunk.header.pieces(0);
-  const UpdateVerdict verdict = me.trainer.OnUpdate(server, chunk.header, piece);
+  if (chunk.header.sender().placement_epoch() != me.placement.epoch()) return;
+  const UpdateVerdict verdict = me.trainer.OnUpdate(TrainerIndex(me, server), chunk.header, piece);
   if (verdict != UpdateVerdict::kPlace) return;
   me.received[{piece.block(), piece.offset()}] = chunk.value;
   me.trainer.OnUpdatePlaced(chunk.header, piece);
@@ -205,14 +236,26 @@ void World::DeliverJoinAnswer(int32_t process, int32_t server, const JoinAnswer&
   link.calling = false;
   if (link.joined) return;
   if (answer.status.ok()) {
+    const int64_t epoch = answer.response.placement_epoch();
+    if (epoch > me.placement.epoch()) {
+      v1::Placement placement;
+      placement.set_epoch(epoch);
+      *placement.mutable_servers() = answer.response.servers();
+      *placement.mutable_owners() = answer.response.owners();
+      Adopt(process, placement);
+    }
+    // An older answer: it asks again.
+    if (epoch < me.placement.epoch() || !IsMember(me, server)) return;
+    link.calling = false;
     link.joined = true;
     std::optional<int64_t> applied;
     if (me.has_weights) applied = me.applied;
-    me.trainer.OnJoined(server, applied, answer.response.consumed_step());
+    me.trainer.OnJoined(TrainerIndex(me, server), applied, answer.response.consumed_step());
     if (setting_->config.connect_at_once) Connect(process, server);
     return;
   }
-  if (!absl::IsFailedPrecondition(answer.status)) return;  // it may call again
+  if (!absl::IsFailedPrecondition(answer.status)) return;            // it may call again
+  if (answer.applied != (me.has_weights ? me.applied : -1)) return;  // of an earlier call
   // A life that starts from an older copy may be told to restore another one; one that lost
   // nothing must get in, unless there is a newer one.
   MutableProcess(process).restore = !me.zombie;
@@ -226,7 +269,11 @@ void World::DeliverTakeOverAnswer(int32_t process, int32_t server, const TakeOve
   Process& me = MutableProcess(process);
   Link& link = me.links[server];
   link.calling = false;
-  if (link.taken_over || !me.leader) return;
+  if (me.asked.count(server) == 0 || me.records.count(server) > 0) return;
+  if (absl::IsNotFound(answer.status)) {
+    me.records[server].reset();
+    return FinishGathering(process);
+  }
   if (!answer.status.ok()) {
     if (!absl::IsFailedPrecondition(answer.status)) return;
     if (!me.zombie)
@@ -235,10 +282,17 @@ void World::DeliverTakeOverAnswer(int32_t process, int32_t server, const TakeOve
     return Stop(process, std::string(answer.status.message()));
   }
   link.taken_over = true;
-  LeaderSends sends;
-  me.leader->OnRecord(server, answer.response, &sends);
-  SendFromLeader(process, sends);
-  if (setting_->config.connect_at_once) Connect(process, server);
+  me.records[server] = answer.response;
+  for (const auto* servers :
+       {&answer.response.opened().servers(), &answer.response.prepare().placement().servers(),
+        &answer.response.opened().moves_in().placement().servers()}) {
+    v1::Placement named;
+    *named.mutable_servers() = *servers;
+    for (const int32_t other : ServersOf(named)) {
+      if (me.asked.insert(other).second && !me.links[other].calling) Call(process, other);
+    }
+  }
+  FinishGathering(process);
 }
 
 // ---------------------------------------------------------------- the training loop
@@ -256,17 +310,19 @@ void World::Drive(int32_t process) {
                          me.trainer.step_error().ToString()));
   if (me.leader && me.leader->ready() && !me.joining) {
     me.joining = true;
-    for (int32_t server = 0; server < setting_->config.servers; ++server) {
+    for (const int32_t server : me.members) {
       if (!me.links[server].calling) Call(process, server);
     }
   }
-  const bool joined =
-      std::all_of(me.links.begin(), me.links.end(), [](const Link& link) { return link.joined; });
+  const bool joined = std::all_of(me.members.begin(), me.members.end(),
+                                  [&me](int32_t server) { return me.links[server].joined; });
   while (joined && violation_.empty()) {
+    if (WantsMove(me)) StartMove(process);
     if (const std::optional<StepEnd> end = me.trainer.End()) {
       TakeEnd(process, *end);
     } else if (!me.trainer.begun() && me.trainer.has_weights() &&
-               me.trainer.applied() < setting_->config.steps) {
+               me.trainer.applied() < setting_->config.steps &&
+               !(me.leader && me.leader->moving() && setting_->config.policy.withhold_begin)) {
       BeginStep(process);
     } else {
       break;
@@ -283,9 +339,9 @@ void World::BeginStep(int32_t process) {
   if (config.clip_step > 0) begin.mutable_common()->set_max_grad_norm(4);
   const int64_t step = me.trainer.target();
   absl::Status status = me.trainer.Begin(step, begin, &sends);
-  for (const TrainerBlock& block : setting_->blocks) {
-    const bool absent = config.absent_matrix && block.matrix == setting_->matrices() - 1;
-    if (status.ok()) status = me.trainer.Push(block.matrix, 0, absent);
+  for (int32_t m = 0; m < setting_->matrices(); ++m) {
+    const bool absent = config.absent_matrix && m == setting_->matrices() - 1;
+    if (status.ok()) status = me.trainer.Push(m, 0, absent);
   }
   v1::EndPush end;
   if (step == config.local_step && me.rank == config.trainers - 1) end.set_local_finite(false);
@@ -296,14 +352,15 @@ void World::BeginStep(int32_t process) {
 
 void World::SendChunks(int32_t process) {
   Process& me = MutableProcess(process);
-  for (int32_t server = 0; server < setting_->config.servers; ++server) {
+  for (const int32_t server : me.members) {
     if (!me.links[server].data) continue;
     for (;;) {
-      const std::vector<PieceRef> pieces = me.trainer.NextPieces(server, 1 << 20, 1);
+      const std::vector<PieceRef> pieces =
+          me.trainer.NextPieces(TrainerIndex(me, server), 1 << 20, 1);
       if (pieces.empty()) break;
       ChunkUp chunk;
       chunk.header.set_type(v1::ChunkHeader::GRADIENT);
-      *chunk.header.mutable_sender() = testing::SenderOf(me.rank, me.life);
+      *chunk.header.mutable_sender() = testing::SenderOf(me.rank, me.life, me.placement.epoch());
       chunk.header.set_step(me.trainer.target());
       chunk.header.set_attempt(me.trainer.attempt());
       v1::Piece* piece = chunk.header.add_pieces();
@@ -322,14 +379,14 @@ void World::SendChunks(int32_t process) {
 void World::TakeEnd(int32_t process, const StepEnd& end) {
   Process& me = MutableProcess(process);
   const std::string who = absl::StrCat("life ", process, " (rank ", me.rank, ")");
-  if (me.has_weights) Say(who, end.step, end.attempt, end.outcome, end.round);
+  if (me.has_weights) Say(who, me.placement.epoch(), end.step, end.attempt, end.outcome, end.round);
   TrainerSends sends;
   if (end.outcome != v1::DROP) {
     if (me.has_weights && end.step != me.applied + 1)
       Violate(absl::StrCat(who, " applies step ", end.step, " after step ", me.applied));
     me.older = me.weights;
     me.older_applied = me.has_weights ? me.applied : -1;
-    for (const TrainerBlock& block : setting_->blocks) {
+    for (const TrainerBlock& block : setting_->Blocks(me.placement)) {
       Value& weights = me.weights[block.matrix];
       const auto piece = [&](int64_t offset) {
         const auto found = me.received.find({block.matrix, offset});

@@ -18,8 +18,8 @@ bool World::Done() const {
     if (!process.has_weights || process.applied < setting_->config.steps) return false;
     if (process.leader && !process.leader->ready()) return false;
   }
-  for (const auto& server : servers_) {
-    if (server->machine.consumed_step() < setting_->config.steps) return false;
+  for (const int32_t server : processes_[Current(0)]->members) {
+    if (servers_[server]->machine.consumed_step() < setting_->config.steps) return false;
   }
   return true;
 }
@@ -47,17 +47,20 @@ std::pair<int64_t, int32_t> World::OldestOpen() const {
 
 int32_t World::ConsumedAttempt(int64_t step) const {
   const auto found = truth_->consumed.find(step);
-  return found == truth_->consumed.end() ? -1 : found->second;
+  return found == truth_->consumed.end() ? -1 : found->second.second;
 }
 
 std::string World::Waits() const {
   std::string waits;
-  for (int32_t s = 0; s < setting_->config.servers; ++s) {
+  for (int32_t s = 0; s < setting_->servers(); ++s) {
+    if (!servers_[s]->open) continue;
     const RunMachine& machine = servers_[s]->machine;
     absl::StrAppend(&waits, "; server ", s, " ", machine.PhaseName(), " at ",
                     machine.attempt().step, ".", machine.attempt().attempt, ", awaits ",
                     machine.Awaited());
   }
+  if (const auto& leader = processes_[Current(0)]->leader; leader)
+    absl::StrAppend(&waits, "; the leader awaits ", leader->Awaited());
   for (int32_t rank = 0; rank < setting_->config.trainers; ++rank)
     absl::StrAppend(&waits, "; rank ", rank, " has applied ", processes_[Current(rank)]->applied);
   return waits;
@@ -65,7 +68,7 @@ std::string World::Waits() const {
 
 std::vector<Event> World::CloseFairly(uint64_t seed) {
   constexpr size_t kMaxEvents = 20000;
-  constexpr int kMaxDeadlines = 8;
+  constexpr int kMaxDeadlines = 12;
   std::vector<Event> taken;
   const auto take = [this, &taken](const Event& event) {
     if (Apply(event)) taken.push_back(event);
@@ -93,8 +96,13 @@ std::vector<Event> World::CloseFairly(uint64_t seed) {
     } else if (++deadlines > kMaxDeadlines) {
       Violate(absl::StrCat("stuck", Waits()));
     } else {
+      event.kind = Event::Kind::kMoveDeadline;
+      event.process = Current(0);
+      take(event);
       event.kind = Event::Kind::kDeadline;
-      for (event.server = 0; event.server < setting_->config.servers; ++event.server) take(event);
+      for (event.server = 0; event.server < setting_->servers(); ++event.server) {
+        if (servers_[event.server]->open) take(event);
+      }
     }
   }
   return taken;
@@ -110,7 +118,11 @@ Hash World::StateHash() {
       const std::string machine = server->machine.CanonicalBytes();
       if (machine.size() > kLargestMachine)
         Violate(absl::StrCat("a server's machine holds ", machine.size(), " bytes"));
-      std::string out = machine;
+      std::string out = absl::StrCat(machine, server->open, server->request);
+      if (server->fetch)
+        absl::StrAppend(&out, "f", server->fetch->next->opened().placement_epoch());
+      for (const auto& [matrix, value] : server->fetched)
+        absl::StrAppend(&out, "F", matrix, ".", value);
       for (const auto& [key, tag] : server->placed)
         absl::StrAppend(&out, "p", key[0], ".", key[1], ".", key[2], ".", tag.generation, ".",
                         tag.step, ".", tag.attempt);
@@ -122,7 +134,8 @@ Hash World::StateHash() {
       }
       for (const Value value : server->weights) absl::StrAppend(&out, "w", value);
       for (const Computing& work : server->computing)
-        absl::StrAppend(&out, "c", work.matrix, ".", work.step, ".", work.attempt, ".", work.round);
+        absl::StrAppend(&out, "c", work.matrix, ".", work.step, ".", work.attempt, ".", work.round,
+                        ".", work.epoch, work.met);
       for (const auto& [step, attempt] : server->settling)
         absl::StrAppend(&out, "s", step, ".", attempt);
       for (const int64_t bytes : server->consumed_bytes) absl::StrAppend(&out, "b", bytes);
@@ -143,7 +156,11 @@ Hash World::StateHash() {
                          process->leader ? process->leader->CanonicalBytes() : "");
         if (machine.size() > kLargestMachine)
           Violate(absl::StrCat("a trainer's machines hold ", machine.size(), " bytes"));
-        absl::StrAppend(&out, machine);
+        absl::StrAppend(&out, machine, "/", process->placement.epoch(), process->move ? "m" : "-");
+        for (const auto& [server, record] : process->records)
+          absl::StrAppend(&out, "R", server, record ? record->SerializeAsString() : "-");
+        for (const int32_t server : process->asked) absl::StrAppend(&out, "A", server);
+        for (const int32_t server : process->leader_servers) absl::StrAppend(&out, "L", server);
         for (const Link& link : process->links)
           absl::StrAppend(&out, link.calling, link.taken_over, link.joined, link.control,
                           link.data);
@@ -159,10 +176,10 @@ Hash World::StateHash() {
     add(process->hash);
   }
   for (const auto& message : bag_) add(message->hash);
-  std::string truth =
-      absl::StrCat(restarts_, ".", zombies_, ".", losses_, ".", duplicates_, ".", deadlines_);
+  std::string truth = absl::StrCat(restarts_, ".", zombies_, ".", losses_, ".", duplicates_, ".",
+                                   deadlines_, ".", moves_, fetch_fails_);
   for (const auto& [key, said] : truth_->said)
-    absl::StrAppend(&truth, "d", key.first, ".", key.second, said);
+    absl::StrAppend(&truth, "d", key[0], ".", key[1], ".", key[2], said);
   for (const auto& [key, value] : truth_->weights)
     absl::StrAppend(&truth, "w", key.first, ".", key.second, ".", value);
   add(HashOf(truth));
@@ -194,6 +211,10 @@ std::string World::Describe(const Event& event) const {
       return absl::StrCat("server ", event.server, " has computed");
     case Event::Kind::kSettle:
       return absl::StrCat("server ", event.server, " has settled");
+    case Event::Kind::kFetch:
+      return absl::StrCat("server ", event.server, " has fetched");
+    case Event::Kind::kMoveDeadline:
+      return absl::StrCat("the move takes too long for ", life(event.process));
     case Event::Kind::kDeadline:
       return absl::StrCat("step deadline at server ", event.server);
     case Event::Kind::kRestart:
