@@ -10,11 +10,13 @@
 #include "cli/plan_report.h"
 #include "common/status.h"
 #include "plan/model.h"
+#include "plan/simulate.h"
 
 namespace stiefel {
 namespace {
 
 constexpr int64_t kMaxServers = 100000;
+constexpr int64_t kMaxSimulated = 4096;
 
 absl::Status Check(const PlanCommandOptions& options) {
   if (options.servers < 1 || options.servers > kMaxServers) {
@@ -24,6 +26,16 @@ absl::Status Check(const PlanCommandOptions& options) {
   if (!options.speeds.empty() && static_cast<int64_t>(options.speeds.size()) != options.servers) {
     return absl::InvalidArgumentError(absl::StrCat("--speeds gives ", options.speeds.size(),
                                                    " values for ", options.servers, " servers"));
+  }
+  if (options.memory_bytes.size() > 1 &&
+      static_cast<int64_t>(options.memory_bytes.size()) != options.servers) {
+    return absl::InvalidArgumentError(absl::StrCat("--memory gives ", options.memory_bytes.size(),
+                                                   " values for ", options.servers, " servers"));
+  }
+  for (const int64_t count : options.simulate) {
+    if (count >= 1 && count <= kMaxSimulated) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("--simulate=", count, " is outside 1..", kMaxSimulated));
   }
   return absl::OkStatus();
 }
@@ -81,7 +93,10 @@ absl::StatusOr<PlanRequest> Request(const PlanCommandOptions& options, const Mod
   for (int64_t s = 0; s < options.servers; ++s) {
     ServerSpec server;
     if (!options.speeds.empty()) server.speed = options.speeds[s];
-    if (options.memory_bytes != 0) server.memory_bytes = static_cast<int64_t>(options.memory_bytes);
+    if (!options.memory_bytes.empty()) {
+      const uint64_t bytes = options.memory_bytes[options.memory_bytes.size() > 1 ? s : 0];
+      if (bytes != 0) server.memory_bytes = static_cast<int64_t>(bytes);
+    }
     request.servers.push_back(server);
   }
   return request;
@@ -98,13 +113,20 @@ void AddModelOptions(CLI::App* command, PlanCommandOptions* options) {
       ->add_option("--shards", options->shards,
                    "matrix=number: cut it into so many shards; 1: never; may be repeated")
       ->take_all();
+  command
+      ->add_option("--simulate", options->simulate,
+                   "numbers of machines, 1,8,64: what they would give, and other ways beside")
+      ->delimiter(',');
   command->add_flag("--json", options->json, "one JSON object instead of tables");
 }
 
 void AddServerOptions(CLI::App* command, PlanCommandOptions* options) {
   command->add_option("--servers", options->servers, "number of servers")->capture_default_str();
   command->add_option("--speeds", options->speeds, "relative speed of each server")->delimiter(',');
-  command->add_option("--memory", options->memory_bytes, "memory of each server, e.g. 64g")
+  command
+      ->add_option("--memory", options->memory_bytes,
+                   "memory of each server, e.g. 64g, or one for each, 64g,64g,32g")
+      ->delimiter(',')
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false));
   command->add_option("--staging", options->staging, "double or lazy")->capture_default_str();
   command->add_flag("--weights", options->weights_mode,
@@ -137,8 +159,13 @@ void AddMachineOptions(CLI::App* command, Machine* machine) {
   command->add_option("--memory-rate", machine->memory_bytes_per_second, "its memory, bytes/s")
       ->check(positive)
       ->capture_default_str();
-  command->add_option("--network-rate", machine->network_bytes_per_second, "its network, bytes/s")
+  command
+      ->add_option("--network-rate", machine->network_bytes_per_second,
+                   "network of a server and of a trainer, bytes/s each way")
       ->check(positive)
+      ->capture_default_str();
+  command->add_option("--latency", machine->latency_seconds, "seconds of a message, one way")
+      ->check(CLI::Range(0.0, 1e3))
       ->capture_default_str();
   command
       ->add_option("--trainer-flops", machine->trainer_flops_per_second,
@@ -164,9 +191,11 @@ absl::StatusOr<std::string> PlanReport(const PlanCommandOptions& options) {
   STIEFEL_ASSIGN_OR_RETURN(const PlanRequest request, Request(options, model));
   STIEFEL_ASSIGN_OR_RETURN(const Plan plan, MakePlan(request));
   const Explanation explanation = ExplainPlan(request, plan, options.machine);
+  STIEFEL_ASSIGN_OR_RETURN(const std::vector<SimulatedCount> simulated,
+                           Simulate(request, options.machine, options.simulate));
   const std::string name = model.name.empty() ? options.model_path : model.name;
-  return options.json ? PlanJson(name, request, plan, options.machine, explanation)
-                      : PlanText(name, request, options.machine, explanation);
+  return options.json ? PlanJson(name, request, plan, options.machine, explanation, simulated)
+                      : PlanText(name, request, options.machine, explanation, simulated);
 }
 
 void AddPlanCommand(CLI::App* app, absl::Status* result) {

@@ -16,17 +16,18 @@ namespace stiefel {
 struct PlanCommandOptions {
   std::string model_path;
   int64_t servers = 1;
-  std::vector<double> speeds;       // One for each server, or none: all 1.
-  uint64_t memory_bytes = 0;        // Of each server; 0: no limit.
-  std::string preset;               // Instead of the model's default.
-  std::vector<std::string> set;     // key=value, on top of it.
-  std::vector<std::string> shards;  // matrix=number: into how many shards it is cut.
+  std::vector<double> speeds;          // One for each server, or none: all 1.
+  std::vector<uint64_t> memory_bytes;  // One for each server, or one for all; none or 0: no limit.
+  std::string preset;                  // Instead of the model's default.
+  std::vector<std::string> set;        // key=value, on top of it.
+  std::vector<std::string> shards;     // matrix=number: into how many shards it is cut.
   std::string staging = "double";
   bool weights_mode = false;
   int64_t push_copies = 1;
   int64_t matrices_in_flight = 8;
   uint64_t window_bytes = uint64_t{32} << 20;
   Machine machine;
+  std::vector<int64_t> simulate;  // Also what these numbers of machines would give.
   bool json = false;
 };
 

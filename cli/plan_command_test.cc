@@ -6,6 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "absl/strings/str_cat.h"
+
 namespace stiefel {
 namespace {
 
@@ -64,13 +66,53 @@ TEST(PlanCommand, JsonHasThePlanAndItsNumbers) {
   EXPECT_THAT(json["matrices"][4]["rule"].get<std::string>(), HasSubstr("lr=0.01"));
 }
 
+// The figures that a plan is judged by.
+TEST(PlanCommand, RealModelsAreLevelOverServersAndSteps) {
+  const std::pair<const char*, const char*> cases[] = {{"llama3_8b", "--servers=8"},
+                                                       {"mixtral_like", "--servers=16"}};
+  for (const auto& [model, servers] : cases) {
+    std::string output;
+    const std::string path = absl::StrCat("plan/models/", model, ".json");
+    ASSERT_TRUE(RunCommand({"plan", path, servers, "--json"}, &output).ok());
+    const nlohmann::json json = nlohmann::json::parse(output);
+    printf("%s %s: balance %.4f, refresh by phase %s\n", model, servers,
+           json["balance"].get<double>(), json["refresh_balance_by_phase"].dump().c_str());
+    EXPECT_LE(json["balance"].get<double>(), 1.05) << model;
+    ASSERT_EQ(json["refresh_balance_by_phase"].size(), 3u);
+    for (const auto& phase : json["refresh_balance_by_phase"]) {
+      EXPECT_LE(phase.get<double>(), 1.05) << model;
+      EXPECT_GE(phase.get<double>(), 0.95) << model;
+    }
+    EXPECT_DOUBLE_EQ(json["bytes_per_step"].get<double>(),
+                     json["push_bytes_per_step"].get<double>() +
+                         json["pull_bytes_per_step"].get<double>() +
+                         json["peer_bytes_per_step"].get<double>());
+    EXPECT_GE(json["shards"].size(), json["matrices"].size());
+  }
+}
+
+TEST(PlanCommand, Simulates) {
+  std::string output;
+  const std::string model = "plan/models/gpt2_124m.json";
+  ASSERT_TRUE(RunCommand({"plan", model, "--simulate=1,4", "--json"}, &output).ok());
+  const nlohmann::json json = nlohmann::json::parse(output);
+  ASSERT_EQ(json["simulated"].size(), 2u);
+  EXPECT_EQ(json["simulated"][1]["machines"], 4);
+  for (const char* way : {"planned", "round_robin", "all_gather", "owners"}) {
+    EXPECT_GT(json["simulated"][1][way]["compute_seconds"].get<double>(), 0) << way;
+  }
+  ASSERT_TRUE(RunCommand({"plan", model, "--simulate=1,4"}, &output).ok());
+  EXPECT_THAT(output, HasSubstr("in turn: max/mean"));
+}
+
 TEST(PlanCommand, TextExplainsItself) {
   std::string output;
   ASSERT_TRUE(RunCommand({"plan", "plan/models/llama3_8b.json", "--servers=8"}, &output).ok());
   for (const char* part :
        {"llama3_8b: 291 matrices, 8.03 G parameters on 8 servers", "bytes/param", "max/mean",
         "dearest matrix", "exposed time per step", "servers that hide all of it",
-        "the same rules inside each trainer", "pay"}) {
+        "the same rules inside each trainer", "pay", "refresh max/mean", "with overlap",
+        "busiest link", "assumed: server 1e+12 flop/s", "matrices cut"}) {
     EXPECT_THAT(output, HasSubstr(part));
   }
 }
@@ -97,6 +139,10 @@ TEST(PlanCommand, RefusesWithTheReason) {
        absl::StatusCode::kInvalidArgument,
        "50257 x 768 matrix cannot be cut into 50258"},
       {{"plan", model, "--staging=eager"}, absl::StatusCode::kInvalidArgument, "eager"},
+      {{"plan", model, "--servers=3", "--memory=1g,2g"},
+       absl::StatusCode::kInvalidArgument,
+       "2 values"},
+      {{"plan", model, "--simulate=0"}, absl::StatusCode::kInvalidArgument, "--simulate=0"},
       {{"plan", model, "--memory=1m"}, absl::StatusCode::kResourceExhausted, "1048576"},
       {{"plan", "none.json"}, absl::StatusCode::kNotFound, "none.json"},
       {{"plan"}, absl::StatusCode::kInvalidArgument, "model"},

@@ -33,12 +33,14 @@ std::string ServerTable(const Explanation& explanation) {
 }
 
 std::string StepTable(const Explanation& explanation) {
-  Table table({"step", "Gflop", "slowest server", "max/mean", "exposed"});
+  Table table({"step", "Gflop", "slowest server", "max/mean", "refresh max/mean", "exposed",
+               "with overlap"});
   for (size_t r = 0; r < explanation.cycle.size() && r < kMaxRows; ++r) {
     const StepLoad& step = explanation.cycle[r];
     table.AddRow({absl::StrCat(r + 1), absl::StrFormat("%.4g", step.flops / 1e9),
                   Duration(step.compute_seconds), absl::StrFormat("%.3f", step.balance),
-                  Duration(step.exposed_seconds)});
+                  absl::StrFormat("%.3f", step.refresh_balance), Duration(step.exposed_seconds),
+                  Duration(step.overlapped_seconds)});
   }
   std::string text = table.Text();
   if (explanation.cycle.size() > kMaxRows) {
@@ -78,11 +80,12 @@ std::string Verdict(const PlanRequest& request, const Machine& machine,
   }
   absl::StrAppend(&text, "exposed time per step: ", Duration(explanation.exposed_seconds),
                   " on average, behind a backward pass of ", Duration(machine.backward_seconds),
-                  "\n");
+                  "; ", Duration(explanation.overlapped_seconds),
+                  " after the last gradient where transfers and work overlap\n");
   absl::StrAppend(&text, "servers that hide all of it: ",
                   explanation.servers_to_hide.has_value()
                       ? absl::StrCat(*explanation.servers_to_hide)
-                      : absl::StrCat("not with whole-matrix owners, up to ", kMaxServersTried),
+                      : absl::StrCat("none up to ", kMaxServersTried),
                   "\n");
   absl::StrAppend(&text,
                   "the same rules inside each trainer: ", Duration(explanation.trainer_seconds),
@@ -95,6 +98,66 @@ std::string Verdict(const PlanRequest& request, const Machine& machine,
                       ? "servers pay: they leave less time exposed than the trainers would need\n"
                       : "servers do not pay here: the trainers would be as fast alone\n");
   return text;
+}
+
+// Every constant that times depend on.
+std::string Assumed(const Machine& machine) {
+  return absl::StrFormat(
+      "assumed: server %.4g flop/s and %.4g B/s of memory; trainer %.4g flop/s and %.4g B/s; "
+      "network "
+      "%.4g B/s each way, latency %s; backward %s\n",
+      machine.flops_per_second, machine.memory_bytes_per_second, machine.trainer_flops_per_second,
+      machine.trainer_memory_bytes_per_second, machine.network_bytes_per_second,
+      Duration(machine.latency_seconds), Duration(machine.backward_seconds));
+}
+
+std::string SimulationText(const std::vector<SimulatedCount>& simulated) {
+  if (simulated.empty()) return "";
+  Table table({"machines", "max/mean", "cut", "link/step", "exposed", "with overlap",
+               "in turn: max/mean", "exposed", "all-gather: link", "exposed", "owners: max/mean",
+               "link", "exposed"});
+  const auto ratio = [](double value) { return absl::StrFormat("%.3f", value); };
+  for (const SimulatedCount& count : simulated) {
+    table.AddRow({absl::StrCat(count.machines), ratio(count.planned.balance),
+                  absl::StrCat(count.cut_matrices), Bytes(count.planned.link_bytes),
+                  Duration(count.planned.exposed_seconds), Duration(count.overlapped_seconds),
+                  ratio(count.round_robin.balance), Duration(count.round_robin.exposed_seconds),
+                  Bytes(count.all_gather.link_bytes), Duration(count.all_gather.exposed_seconds),
+                  ratio(count.owners.balance), Bytes(count.owners.link_bytes),
+                  Duration(count.owners.exposed_seconds)});
+  }
+  return absl::StrCat(
+      "\nas many servers as planned here; in turn (whole matrices, round robin); the same rules in "
+      "as "
+      "many trainers: all-gather (each does all of it), owners (one for each matrix)\n",
+      table.Text());
+}
+
+nlohmann::json WayJson(const WayTimes& way) {
+  return {{"compute_seconds", way.compute_seconds},
+          {"balance", way.balance},
+          {"link_bytes", way.link_bytes},
+          {"exposed_seconds", way.exposed_seconds}};
+}
+
+nlohmann::json SimulationJson(const std::vector<SimulatedCount>& simulated) {
+  nlohmann::json counts = nlohmann::json::array();
+  for (const SimulatedCount& count : simulated) {
+    counts.push_back({{"machines", count.machines},
+                      {"cut_matrices", count.cut_matrices},
+                      {"overlapped_seconds", count.overlapped_seconds},
+                      {"planned", WayJson(count.planned)},
+                      {"round_robin", WayJson(count.round_robin)},
+                      {"all_gather", WayJson(count.all_gather)},
+                      {"owners", WayJson(count.owners)}});
+  }
+  return counts;
+}
+
+nlohmann::json RefreshBalanceJson(const Explanation& explanation) {
+  nlohmann::json phases = nlohmann::json::array();
+  for (const StepLoad& step : explanation.cycle) phases.push_back(step.refresh_balance);
+  return phases;
 }
 
 nlohmann::json ServersJson(const Explanation& explanation) {
@@ -114,8 +177,11 @@ nlohmann::json ServersJson(const Explanation& explanation) {
                        {"bytes_per_parameter", server.BytesPerParameter()},
                        {"push_bytes_per_step", server.push_bytes_per_step},
                        {"pull_bytes_per_step", server.pull_bytes_per_step},
+                       {"peer_bytes_per_step", server.peer_bytes_per_step},
                        {"flops", server.flops},
-                       {"compute_seconds", server.compute_seconds}});
+                       {"compute_seconds", server.compute_seconds},
+                       {"refresh_seconds", server.refresh_seconds},
+                       {"exchange_seconds", server.exchange_seconds}});
   }
   return servers;
 }
@@ -126,7 +192,9 @@ nlohmann::json CycleJson(const Explanation& explanation) {
     cycle.push_back({{"flops", step.flops},
                      {"compute_seconds", step.compute_seconds},
                      {"balance", step.balance},
-                     {"exposed_seconds", step.exposed_seconds}});
+                     {"refresh_balance", step.refresh_balance},
+                     {"exposed_seconds", step.exposed_seconds},
+                     {"overlapped_seconds", step.overlapped_seconds}});
   }
   return cycle;
 }
@@ -163,6 +231,7 @@ nlohmann::json MachineJson(const Machine& machine) {
   return {{"flops_per_second", machine.flops_per_second},
           {"memory_bytes_per_second", machine.memory_bytes_per_second},
           {"network_bytes_per_second", machine.network_bytes_per_second},
+          {"latency_seconds", machine.latency_seconds},
           {"trainer_flops_per_second", machine.trainer_flops_per_second},
           {"trainer_memory_bytes_per_second", machine.trainer_memory_bytes_per_second},
           {"backward_seconds", machine.backward_seconds},
@@ -172,18 +241,23 @@ nlohmann::json MachineJson(const Machine& machine) {
 }  // namespace
 
 std::string PlanText(const std::string& model, const PlanRequest& request, const Machine& machine,
-                     const Explanation& explanation) {
+                     const Explanation& explanation, const std::vector<SimulatedCount>& simulated) {
   return absl::StrCat(
       model, ": ", request.matrices.size(), " matrices, ", Count(explanation.elements),
       " parameters on ", request.servers.size(),
-      " servers, staging=", StagingName(request.memory.staging), "\n\n", ServerTable(explanation),
-      "\n", StepTable(explanation), "\n", MemoryLine(explanation), "on the wire per step: push ",
+      " servers, staging=", StagingName(request.memory.staging), ", ", explanation.cut_matrices,
+      " matrices cut, ", explanation.shards, " shards\n\n", ServerTable(explanation), "\n",
+      StepTable(explanation), "\n", MemoryLine(explanation), "on the wire per step: push ",
       Bytes(explanation.push_bytes_per_step), ", pull ", Bytes(explanation.pull_bytes_per_step),
-      ", trainers: ", machine.trainers, "\n", Verdict(request, machine, explanation));
+      ", between servers ", Bytes(explanation.peer_bytes_per_step),
+      ", trainers: ", machine.trainers, "; busiest link ", Bytes(explanation.busiest_link_bytes),
+      absl::StrFormat(" (%.3f of the mean)\n", explanation.link_balance),
+      Verdict(request, machine, explanation), Assumed(machine), SimulationText(simulated));
 }
 
 std::string PlanJson(const std::string& model, const PlanRequest& request, const Plan& plan,
-                     const Machine& machine, const Explanation& explanation) {
+                     const Machine& machine, const Explanation& explanation,
+                     const std::vector<SimulatedCount>& simulated) {
   nlohmann::json json = {{"model", model},
                          {"parameters", explanation.elements},
                          {"staging", std::string(StagingName(request.memory.staging))},
@@ -191,8 +265,14 @@ std::string PlanJson(const std::string& model, const PlanRequest& request, const
                          {"total_bytes", explanation.total_bytes},
                          {"push_bytes_per_step", explanation.push_bytes_per_step},
                          {"pull_bytes_per_step", explanation.pull_bytes_per_step},
+                         {"peer_bytes_per_step", explanation.peer_bytes_per_step},
+                         {"bytes_per_step", explanation.BytesPerStep()},
+                         {"busiest_link_bytes", explanation.busiest_link_bytes},
+                         {"link_balance", explanation.link_balance},
                          {"balance", explanation.balance},
+                         {"refresh_balance_by_phase", RefreshBalanceJson(explanation)},
                          {"exposed_seconds", explanation.exposed_seconds},
+                         {"overlapped_seconds", explanation.overlapped_seconds},
                          {"largest_matrix", nullptr},
                          {"largest_matrix_seconds", explanation.largest_matrix_seconds},
                          {"servers_to_hide", nullptr},
@@ -203,6 +283,7 @@ std::string PlanJson(const std::string& model, const PlanRequest& request, const
                          {"cycle", CycleJson(explanation)},
                          {"matrices", MatricesJson(request, plan)},
                          {"shards", ShardsJson(request, plan)}};
+  if (!simulated.empty()) json["simulated"] = SimulationJson(simulated);
   if (explanation.largest_matrix >= 0) {
     json["largest_matrix"] = request.matrices[explanation.largest_matrix].name;
   }

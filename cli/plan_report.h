@@ -2,20 +2,23 @@
 #define STIEFEL_CLI_PLAN_REPORT_H_
 
 #include <string>
+#include <vector>
 
 #include "plan/explain.h"
 #include "plan/placement.h"
+#include "plan/simulate.h"
 
 namespace stiefel {
 
 // Tables for people.
 std::string PlanText(const std::string& model, const PlanRequest& request, const Machine& machine,
-                     const Explanation& explanation);
+                     const Explanation& explanation, const std::vector<SimulatedCount>& simulated);
 
-// One JSON object: the same numbers unrounded (bytes, flops, seconds), and phase and owner of every
-// matrix.
+// One JSON object: the same numbers unrounded (bytes, flops, seconds), and the phase of every
+// matrix and the owner of every shard.
 std::string PlanJson(const std::string& model, const PlanRequest& request, const Plan& plan,
-                     const Machine& machine, const Explanation& explanation);
+                     const Machine& machine, const Explanation& explanation,
+                     const std::vector<SimulatedCount>& simulated);
 
 }  // namespace stiefel
 

@@ -81,4 +81,13 @@ double Assignment::CycleTime() const {
   return time;
 }
 
+double Assignment::LevelTime() const {
+  double work = 0, speed = 0;
+  for (int32_t item = 0; item < problem_->item_count(); ++item) {
+    for (int64_t r = 0; r < problem_->cycle(); ++r) work += problem_->CostAt(item, r);
+  }
+  for (const ServerSpec& server : problem_->servers()) speed += server.speed;
+  return work / speed;
+}
+
 }  // namespace stiefel

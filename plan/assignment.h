@@ -41,6 +41,8 @@ class Assignment {
   const std::vector<double>& set_loads(int32_t set) const { return set_loads_[set]; }
   // Sum over the steps of the cycle of the time of the slowest server, in units at speed 1.
   double CycleTime() const;
+  // The same if every step's work were perfectly level.
+  double LevelTime() const;
 
  private:
   const PlacementProblem* problem_;

@@ -97,6 +97,7 @@ class Improvement {
   }
 
   void Shift(int32_t item, int32_t from, int32_t to) {
+    budget_ -= problem_.cycle() * problem_.server_count();
     assignment_.Take(item);
     assignment_.Give(item, to);
     for (int64_t r = 0; r < problem_.cycle(); ++r) {
@@ -110,6 +111,7 @@ class Improvement {
     for (size_t k = 0; k < owned_[from].size(); ++k) {
       const int32_t item = owned_[from][k];
       for (int32_t to = 0; to < problem_.server_count() && budget_ > 0; ++to) {
+        --budget_;
         if (to == from || !WithinSetLimit(to, item, -1) || !Shortens(item, from, -1, to) ||
             !assignment_.Fits(item, to)) {
           continue;

@@ -10,7 +10,7 @@ namespace stiefel {
 
 // Work that Improve may do, in loads looked at. A count, not a time: the answer must not depend on
 // the machine.
-inline constexpr int64_t kImprovementBudget = 40000000;
+inline constexpr int64_t kImprovementBudget = 10000000;
 
 // Moves and swaps items while the cycle gets shorter: the sum over its steps of the time of the
 // slowest server. Keeps the bound of every set that had it, and memory. Internal to the planner.

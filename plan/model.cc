@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "common/errors.h"
 #include "common/status.h"
 #include "plan/pairs.h"
@@ -221,6 +222,63 @@ absl::Status ReadParameter(const Json& object, int64_t index, const Settings& de
   return absl::OkStatus();
 }
 
+// Every "{}" in every text of `value` becomes `number`.
+void FillIn(int64_t number, Json* value) {
+  if (value->is_string()) {
+    *value =
+        absl::StrReplaceAll(value->get_ref<const std::string&>(), {{"{}", absl::StrCat(number)}});
+  } else if (value->is_structured()) {
+    for (Json& element : *value) FillIn(number, &element);
+  }
+}
+
+// "parameters" of the model, or of a group that is repeated.
+absl::Status ReadList(const Json& object, const std::string& where, const Settings& defaults,
+                      bool may_repeat, std::vector<ModelParameter>* parameters);
+
+// {"repeat": 60, "first": 1, "parameters": [...]}
+absl::Status ReadRepeated(const Json& object, const std::string& where, const Settings& defaults,
+                          std::vector<ModelParameter>* parameters) {
+  STIEFEL_RETURN_IF_ERROR(CheckKeys(object, where, {"repeat", "first", "parameters"}));
+  STIEFEL_ASSIGN_OR_RETURN(
+      const int64_t count,
+      Integer(object["repeat"], absl::StrCat(where, ".repeat"), 1, kMaxModelParameters));
+  int64_t first = 0;
+  if (const auto it = object.find("first"); it != object.end()) {
+    STIEFEL_ASSIGN_OR_RETURN(first,
+                             Integer(*it, absl::StrCat(where, ".first"), 0, kMaxModelParameters));
+  }
+  for (int64_t number = first; number < first + count; ++number) {
+    Json filled = object;
+    FillIn(number, &filled);
+    STIEFEL_RETURN_IF_ERROR(
+        ReadList(filled, absl::StrCat(where, ", number ", number), defaults, false, parameters));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReadList(const Json& object, const std::string& where, const Settings& defaults,
+                      bool may_repeat, std::vector<ModelParameter>* parameters) {
+  if (!object.contains("parameters") || !object["parameters"].is_array()) {
+    return Bad(where, "'parameters' must be a list");
+  }
+  const Json& list = object["parameters"];
+  if (list.size() > kMaxModelParameters) {
+    return Bad(where, absl::StrCat("'parameters' has ", list.size(), " entries; the most is ",
+                                   kMaxModelParameters));
+  }
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (may_repeat && list[i].is_object() && list[i].contains("repeat")) {
+      STIEFEL_RETURN_IF_ERROR(
+          ReadRepeated(list[i], absl::StrCat("parameters[", i, "]"), defaults, parameters));
+    } else {
+      STIEFEL_RETURN_IF_ERROR(
+          ReadParameter(list[i], static_cast<int64_t>(i), defaults, parameters));
+    }
+  }
+  return absl::OkStatus();
+}
+
 // Names are unique, and pairs meet.
 absl::Status CheckModel(ModelSpec* model) {
   std::set<absl::string_view> names;
@@ -262,18 +320,8 @@ absl::StatusOr<ModelSpec> ParseModel(absl::string_view text, const ModelOverride
   defaults.options.insert(defaults.options.end(), overrides.options.begin(),
                           overrides.options.end());
 
-  if (!json.contains("parameters") || !json["parameters"].is_array()) {
-    return Bad("model", "'parameters' must be a list");
-  }
-  const Json& parameters = json["parameters"];
-  if (parameters.size() > kMaxModelParameters) {
-    return Bad("parameters",
-               absl::StrCat(parameters.size(), " entries; the most is ", kMaxModelParameters));
-  }
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    STIEFEL_RETURN_IF_ERROR(
-        ReadParameter(parameters[i], static_cast<int64_t>(i), defaults, &model.parameters));
-  }
+  STIEFEL_RETURN_IF_ERROR(
+      ReadList(json, "model", defaults, /*may_repeat=*/true, &model.parameters));
   STIEFEL_RETURN_IF_ERROR(CheckModel(&model));
   return model;
 }

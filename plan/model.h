@@ -22,6 +22,14 @@
 //     ]
 //   }
 //
+// Equal layers are written once, with "{}" for their number in every text:
+//
+//       {"repeat": 32, "first": 0, "parameters": [{"name": "layers.{}.w1", "shape": [14336,
+//       4096]}]}
+//
+// stands for the parameters "layers.0.w1" to "layers.31.w1"; "first" may be left out where it is 0,
+// and groups do not nest.
+//
 // "name" and every key but "parameters" and, in a parameter, "name" and "shape" may be left out. A
 // parameter takes from "default" what it does not say itself, but "set" only together with the
 // preset: a parameter that names a preset starts from that preset. "set" holds the rule options of

@@ -166,5 +166,38 @@ TEST(ReadModel, NamesTheFile) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("plan/models/none.json"));
 }
 
+TEST(ParseModel, RepeatsLayers) {
+  const auto model = ParseModel(R"({"parameters": [
+      {"name": "wte", "shape": [10, 4]},
+      {"repeat": 2, "first": 3, "parameters": [
+          {"name": "h.{}.a", "shape": [2, 8], "preset": "polora", "set": {"pair": "h.{}.b"}},
+          {"name": "h.{}.b", "shape": [8, 2], "preset": "polora", "set": {"pair": "h.{}.a"}}]}
+  ]})");
+  ASSERT_TRUE(model.ok()) << model.status();
+  std::vector<std::string> names;
+  for (const ModelParameter& parameter : model->parameters) names.push_back(parameter.matrix.name);
+  EXPECT_EQ(names, (std::vector<std::string>{"wte", "h.3.a", "h.3.b", "h.4.a", "h.4.b"}));
+  EXPECT_EQ(model->parameters[3].matrix.rule.pair, "h.4.b");
+  const struct {
+    const char* json;
+    const char* part;
+  } cases[] = {
+      {R"({"parameters": [{"repeat": 0, "parameters": []}]})", "from 1 to 1000000, got 0"},
+      {R"({"parameters": [{"repeat": 2}]})", "'parameters' must be a list"},
+      {R"({"parameters": [{"repeat": 2, "parameters": [{"name": "w", "shape": [2, 2]}]}]})", "w"},
+      {R"({"parameters": [{"repeat": 1, "parameters": [{"repeat": 1, "parameters": []}]}]})",
+       "unknown key"},
+      {R"({"parameters": [{"repeat": 1, "names": [], "parameters": []}]})", "unknown key"},
+      {R"({"parameters": [{"repeat": 1000000, "parameters": [
+          {"name": "e{}", "shape": [2, 2, 2], "stack_dims": 1}]}]})",
+       "more than the 1000000"},
+  };
+  for (const auto& bad : cases) {
+    const absl::Status status = ParseModel(bad.json).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << bad.json;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(bad.part));
+  }
+}
+
 }  // namespace
 }  // namespace stiefel

@@ -106,6 +106,9 @@ struct Placed {
   std::vector<std::vector<int64_t>> cuts;
   std::vector<int32_t> owners;  // By shard.
   double cycle_time = 0;
+  double level_time = 0;
+
+  bool IsLevel() const { return cycle_time <= (1 + kMinCycleGain) * level_time; }
 };
 
 // Places the model in so many shards, and in more where it does not fit otherwise.
@@ -127,19 +130,21 @@ absl::StatusOr<Placed> PlaceShards(const PlanRequest& request, const ModelCosts&
     }
     Improve(problem, &*assignment);
     return Placed{problem.cuts, problem.OwnersByShard(assignment->owners()),
-                  assignment->CycleTime()};
+                  assignment->CycleTime(), assignment->LevelTime()};
   }
 }
 
 }  // namespace
 
 // First with as few cuts as memory allows, then with spectral matrices cut to a server's fair part
-// and below: more cuts are taken only where they shorten the cycle by more than kMinCycleGain.
+// and below until the steps are level to within kMinCycleGain: more cuts are taken only where they
+// shorten the cycle by more than that.
 absl::StatusOr<Plan> MakePlanWith(const PlanRequest& request, const ModelCosts& costs) {
   STIEFEL_RETURN_IF_ERROR(CheckRequest(request));
   std::vector<int64_t> shards = CutsForBalance(request, costs, 1, /*cut_spectral=*/false);
   STIEFEL_ASSIGN_OR_RETURN(Placed best, PlaceShards(request, costs, shards));
   for (const double share : {1.0, 0.5, 0.25}) {
+    if (best.IsLevel()) break;
     std::vector<int64_t> more = CutsForBalance(request, costs, share, /*cut_spectral=*/true);
     if (more == shards) continue;
     shards = std::move(more);
