@@ -127,10 +127,12 @@ class Loads {
   StepLoad LoadStep(int64_t residue) const {
     StepLoad step;
     double sum = 0, slowest = 0;
+    const double trainer_wire = TrainerBytes() / machine_.network_bytes_per_second;
     for (const ServerLoad& server : explanation_.servers) {
       const double compute = server.compute_seconds[residue];
-      const double wire = (server.push_bytes_per_step + server.pull_bytes_per_step) /
-                          machine_.network_bytes_per_second;
+      const double wire =
+          std::max(trainer_wire, (server.push_bytes_per_step + server.pull_bytes_per_step) /
+                                     machine_.network_bytes_per_second);
       step.flops += server.flops[residue];
       step.compute_seconds = std::max(step.compute_seconds, compute);
       slowest = std::max(slowest, compute + server.exchange_seconds[residue] + wire);
@@ -144,14 +146,23 @@ class Loads {
     return step;
   }
 
+  // That one trainer pushes and pulls in a step, over all servers.
+  double TrainerBytes() const {
+    double bytes = 0;
+    for (const ServerLoad& server : explanation_.servers) {
+      bytes += server.push_bytes_per_step + server.pull_bytes_per_step;
+    }
+    return bytes / static_cast<double>(machine_.trainers);
+  }
+
   double Overlapped(int64_t residue) const {
     std::vector<TimelineMatrix> shards;
     shards.reserve(shards_.size());
     for (const ShardLoad& load : shards_) {
-      shards.push_back({load.ready_seconds, load.push_bytes,
-                        load.ComputeSeconds(machine_, residue) +
-                            load.ExchangeSeconds(machine_, residue),
-                        load.pull_bytes, load.server});
+      shards.push_back(
+          {load.ready_seconds, load.push_bytes,
+           load.ComputeSeconds(machine_, residue) + load.ExchangeSeconds(machine_, residue),
+           load.pull_bytes, load.server});
     }
     // All trainers' links, or all servers', whichever carry less, as one pipe.
     const int64_t links =

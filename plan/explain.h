@@ -16,10 +16,12 @@
 //                            the server's speed
 //   exchange of a server     bytes to other owners / network_bytes_per_second, and two latencies a
 //                            collective
-//   push, pull of a server   its bytes in one direction / network_bytes_per_second
+//   push, pull of a server   its bytes in one direction / network_bytes_per_second; together no
+//                            less than those of one trainer, which has such a link as well
 //   a step                   the slowest server's push + compute + exchange + pull
 //   exposed time of a step   max(0, that - backward): what the backward pass cannot hide
-//   with overlap             SimulateStep of plan/step_timeline.h, from the last gradient to the last
+//   with overlap             SimulateStep of plan/step_timeline.h, from the last gradient to the
+//   last
 //                            update: gradients get ready last matrix first, evenly by elements over
 //                            the backward pass; the links of all trainers, or of all servers where
 //                            these are fewer, are one pipe

@@ -51,6 +51,37 @@ TEST(ExplainPlan, TimesAndBytesFollowTheStatedModel) {
   EXPECT_DOUBLE_EQ(e.trainer_sharded_seconds, compute / 2 + 0.5 * 80000 / 1e5);
 }
 
+TEST(ExplainPlan, ATrainersOwnLinkCountsToo) {
+  const PlanRequest request = TwoMatrices();
+  Machine machine = SlowMachine();
+  machine.trainers = 1;
+  machine.backward_seconds = 0;
+  const Explanation e = ExplainPlan(request, *MakePlan(request), machine);
+  // It pushes and pulls what both servers get and give: 2 x (20 + 40) kB.
+  EXPECT_NEAR(e.exposed_seconds, e.cycle[0].compute_seconds + 1.2, 1e-9);
+  EXPECT_FALSE(e.servers_to_hide.has_value());
+}
+
+TEST(ExplainPlan, CountsWhatShardsSendEachOther) {
+  PlanRequest request;
+  request.matrices = {{"w", 128, 1024, *PresetRule("muon"), DType::kBf16, DType::kBf16}};
+  request.servers.resize(2);
+  request.forced_shards = {2};
+  const Machine machine = SlowMachine();
+  const Explanation e = LoadsOfPlan(request, *MakePlan(request), machine);
+  EXPECT_EQ(e.cut_matrices, 1);
+  EXPECT_EQ(e.shards, 2);
+  // 1 + restarts = 2 sums of 128^2 values; each of two servers sends 2 (p - 1)/p of one.
+  EXPECT_DOUBLE_EQ(e.servers[0].peer_bytes_per_step, 2 * 4 * 128 * 128);
+  EXPECT_DOUBLE_EQ(e.peer_bytes_per_step, 2 * e.servers[0].peer_bytes_per_step);
+  EXPECT_DOUBLE_EQ(e.BytesPerStep(),
+                   e.push_bytes_per_step + e.pull_bytes_per_step + e.peer_bytes_per_step);
+  EXPECT_DOUBLE_EQ(e.servers[0].exchange_seconds[0],
+                   2 * 4 * 128 * 128 / 1e5 + 3 * 2 * machine.latency_seconds);
+  EXPECT_DOUBLE_EQ(e.cycle[0].refresh_balance, 1);
+  EXPECT_DOUBLE_EQ(e.link_balance, 1);
+}
+
 TEST(ExplainPlan, SaysHowManyServersHideIt) {
   PlanRequest request = TwoMatrices();
   request.matrices.resize(10, request.matrices[0]);

@@ -33,6 +33,7 @@ TEST(Simulate, TheFormulasByHand) {
   machine.trainer_flops_per_second = machine.trainer_memory_bytes_per_second = 2e6;
   machine.network_bytes_per_second = 1e5;
   machine.backward_seconds = 0;
+  machine.trainers = 2;
   const auto simulated = Simulate(request, machine, {1, 2});
   ASSERT_TRUE(simulated.ok()) << simulated.status();
   const Cost cost = StepCost(request.matrices[0], StepKind::kRefresh);
@@ -41,8 +42,9 @@ TEST(Simulate, TheFormulasByHand) {
   EXPECT_EQ(two.machines, 2);
   EXPECT_DOUBLE_EQ(two.planned.compute_seconds, 2 * one);
   EXPECT_DOUBLE_EQ(two.planned.balance, 4.0 / 3);
-  EXPECT_DOUBLE_EQ(two.planned.link_bytes, 2 * 40000);
-  EXPECT_NEAR(two.planned.exposed_seconds, 2 * one + 0.8, 1e-9);
+  // Two of three matrices are pushed once and pulled by both trainers.
+  EXPECT_DOUBLE_EQ(two.planned.link_bytes, 2 * 60000);
+  EXPECT_NEAR(two.planned.exposed_seconds, 2 * one + 1.2, 1e-9);
   EXPECT_DOUBLE_EQ(two.round_robin.compute_seconds, 2 * one);
   // Every rank does all three, and receives half of 60 kB.
   EXPECT_DOUBLE_EQ(two.all_gather.compute_seconds, 3 * one / 2);
@@ -58,7 +60,9 @@ TEST(Simulate, TheFormulasByHand) {
 }
 
 TEST(Simulate, PlanningIsNeverWorseThanTakingTurns) {
-  const auto simulated = Simulate(RequestOf("llama3_8b"), Machine(), {1, 4, 16, 64});
+  Machine machine;
+  machine.network_bytes_per_second = 1e12;
+  const auto simulated = Simulate(RequestOf("llama3_8b"), machine, {1, 4, 16, 64});
   ASSERT_TRUE(simulated.ok()) << simulated.status();
   for (const SimulatedCount& count : *simulated) {
     EXPECT_LE(count.planned.compute_seconds, count.round_robin.compute_seconds * (1 + 1e-9));
