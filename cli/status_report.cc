@@ -79,8 +79,12 @@ std::string MatrixTable(const v1::RunStatus& run) {
   std::string skips;
   for (const v1::MatrixStatus& matrix : run.matrices()) {
     if (matrix.owner() != run.server_index()) continue;
+    const std::string name = matrix.shards() == 0
+                                 ? matrix.name()
+                                 : absl::StrCat(matrix.name(), " (shard ", matrix.shard() + 1, "/",
+                                                matrix.shards(), ")");
     std::vector<std::string> cells = {
-        matrix.name(),
+        name,
         absl::StrCat(matrix.rows(), "x", matrix.cols()),
         matrix.rule(),
         matrix.last_kind().empty() ? kNothing : matrix.last_kind(),
@@ -98,7 +102,7 @@ std::string MatrixTable(const v1::RunStatus& run) {
     }
     table.AddRow(std::move(cells));
     if (!matrix.last_skip_reason().empty()) {
-      absl::StrAppend(&skips, "  ", matrix.name(), ": ", matrix.last_skip_reason(), "\n");
+      absl::StrAppend(&skips, "  ", name, ": ", matrix.last_skip_reason(), "\n");
     }
   }
   return absl::StrCat(table.Text(), skips);

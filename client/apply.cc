@@ -50,13 +50,17 @@ void ApplyDelta(const void* delta, DType dtype, float decay, const Walk& weights
 }
 
 void ApplyDeltaBf16(const void* delta, DType dtype, float decay, uint64_t seed,
-                    int64_t first_number, const Walk& weights) {
+                    int64_t first_number, int64_t row_stride, const Walk& weights) {
   float scratch[kWalkRun];
   ForEachRun(weights, [&](int64_t first, const char* address, int64_t stride, int64_t count) {
     const float* d = AsFloats(delta, dtype, first, count, scratch);
     char* target = Writable(address);
     for (int64_t k = 0; k < count; ++k) {
-      const uint64_t number = static_cast<uint64_t>(first_number + first + k);
+      const int64_t element = first + k;
+      const int64_t place = row_stride == weights.cols
+                                ? element
+                                : element / weights.cols * row_stride + element % weights.cols;
+      const uint64_t number = static_cast<uint64_t>(first_number + place);
       const uint64_t bits = MixBits(seed + number / 4) >> (16 * (number % 4));
       uint16_t w;
       std::memcpy(&w, target + k * stride * 2, sizeof(w));

@@ -27,10 +27,10 @@ uint16_t StochasticBf16(float value, uint32_t random_bits);
 // REQUIRES: `weights` was checked as a view of fp32.
 void ApplyDelta(const void* delta, DType dtype, float decay, const Walk& weights);
 
-// The same for bf16 weights, rounded stochastically; element i takes the random bits of number n =
-// first + i, from MixBits(seed + n / 4).
+// The same for bf16 weights, rounded stochastically; element [i, j] takes the random bits of number
+// n = first + i row_stride + j, from MixBits(seed + n / 4).
 void ApplyDeltaBf16(const void* delta, DType dtype, float decay, uint64_t seed, int64_t first,
-                    const Walk& weights);
+                    int64_t row_stride, const Walk& weights);
 
 // w = source, converted. `source` is row-major of `dtype`.
 void CopyWeights(const void* source, DType dtype, const Walk& weights);

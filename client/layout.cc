@@ -10,11 +10,14 @@
 #include "common/errors.h"
 #include "common/status.h"
 #include "plan/shape.h"
+#include "plan/shards.h"
 #include "proto/protocol.h"
 #include "proto/rule_convert.h"
 
 namespace stiefel {
 namespace {
+
+constexpr int64_t kMaxShards = 4096;  // of a matrix
 
 v1::DataType ToProto(DType dtype) {
   switch (dtype) {
@@ -160,6 +163,10 @@ absl::Status Layout::AddParameter(const ParameterSpec& parameter) {
   STIEFEL_ASSIGN_OR_RETURN(
       const ParameterShape shape,
       ShapeOfParameter(parameter.name, parameter.shape, parameter.stack_dims, parameter.rule));
+  if (parameter.shards < 0 || parameter.shards > kMaxShards) {
+    return Outside(absl::StrCat("shards of \"", parameter.name, "\""), parameter.shards, 0,
+                   kMaxShards);
+  }
   const int32_t index = static_cast<int32_t>(by_name_.size());
   if (!by_name_.emplace(parameter.name, index).second) {
     return DuplicateName("parameter", parameter.name);
@@ -178,6 +185,13 @@ absl::Status Layout::AddParameter(const ParameterSpec& parameter) {
     // Factors in stacks are paired one by one.
     if (parameter.rule.family == RuleFamily::kPolora) {
       matrix.rule.pair += stacked.name.substr(parameter.name.size());
+    }
+    if (parameter.shards > 1) {
+      const absl::Status may = ValidateSharding(matrix.rule, matrix.rows, matrix.cols);
+      if (!may.ok()) {
+        return absl::Status(may.code(),
+                            absl::StrCat("parameter \"", parameter.name, "\": ", may.message()));
+      }
     }
     matrices_.push_back(std::move(matrix));
   }
@@ -215,33 +229,91 @@ absl::Status Layout::ResolveBlock(const std::string& name, const Rect& rect,
   return absl::Status(valid.code(), absl::StrCat("block of \"", name, "\": ", valid.message()));
 }
 
-std::vector<WireBlock> Layout::Cut(int32_t parameter, const Rect& rect) const {
-  std::vector<WireBlock> wires;
+std::vector<Layout::MatrixBlock> Layout::InMatrices(int32_t parameter, const Rect& rect) const {
+  std::vector<MatrixBlock> blocks;
   const int32_t first = first_matrix_[parameter];
   const int64_t rows = matrices_[first].rows;  // of each matrix of the stack
   for (int64_t row = rect.row_begin; row < rect.row_end;) {
-    WireBlock wire;
-    wire.matrix = first + static_cast<int32_t>(row / rows);
-    const int64_t matrix_row = matrices_[wire.matrix].first_row;
+    MatrixBlock block;
+    block.matrix = first + static_cast<int32_t>(row / rows);
+    const int64_t matrix_row = matrices_[block.matrix].first_row;
     const int64_t end = std::min(rect.row_end, matrix_row + rows);
-    wire.rect = {row - matrix_row, end - matrix_row, rect.col_begin, rect.col_end};
-    wire.first_row = row - rect.row_begin;
-    wire.first = wire.first_row * rect.cols();
-    wires.push_back(wire);
+    block.rect = {row - matrix_row, end - matrix_row, rect.col_begin, rect.col_end};
+    block.first_row = row - rect.row_begin;
+    blocks.push_back(block);
     row = end;
+  }
+  return blocks;
+}
+
+std::vector<WireBlock> Layout::Cut(int32_t parameter, const Rect& rect) const {
+  std::vector<WireBlock> wires;
+  int64_t elements = 0;
+  for (const MatrixBlock& block : InMatrices(parameter, rect)) {
+    const std::vector<Rect>& places = places_[block.matrix];
+    for (const ShardPart& part : CutAtShards(block.rect, places)) {
+      WireBlock wire;
+      wire.shard = first_shard_[block.matrix] + part.shard;
+      wire.rect = part.rect;
+      const Rect in_matrix = InMatrix(places[part.shard], part.rect);
+      const int64_t up = block.first_row - block.rect.row_begin;
+      wire.in_block = {in_matrix.row_begin + up, in_matrix.row_end + up,
+                       in_matrix.col_begin - rect.col_begin, in_matrix.col_end - rect.col_begin};
+      wire.first = elements;
+      elements += wire.elements();
+      wires.push_back(wire);
+    }
   }
   return wires;
 }
 
-void Layout::AddWires(LayoutBlock* block, int32_t index, std::vector<WireBlock>* wires) const {
-  block->first_wire = static_cast<int32_t>(wires->size());
-  for (WireBlock& wire : Cut(block->parameter, block->rect)) {
-    wire.block = index;
-    wire.parts = block->parts;
-    wire.dtype = block->dtype;
-    wires->push_back(wire);
+void Layout::CutMatrices(const std::vector<std::vector<int64_t>>& cuts) {
+  shards_.clear();
+  first_shard_.clear();
+  places_.clear();
+  for (int32_t m = 0; m < static_cast<int32_t>(matrices_.size()); ++m) {
+    first_shard_.push_back(static_cast<int32_t>(shards_.size()));
+    places_.push_back(ShardRects(matrices_[m].rows, matrices_[m].cols, cuts[m]));
+    for (const Rect& place : places_.back()) shards_.push_back({m, place});
   }
-  block->wires = static_cast<int32_t>(wires->size()) - block->first_wire;
+  CutBlocks(&push_, &wire_push_);
+  CutBlocks(&pull_, &wire_pull_);
+}
+
+void Layout::CutBlocks(std::vector<LayoutBlock>* blocks, std::vector<WireBlock>* wires) const {
+  wires->clear();
+  for (int32_t index = 0; index < static_cast<int32_t>(blocks->size()); ++index) {
+    LayoutBlock& block = (*blocks)[index];
+    block.first_wire = static_cast<int32_t>(wires->size());
+    block.scattered = false;
+    for (WireBlock& wire : Cut(block.parameter, block.rect)) {
+      wire.block = index;
+      wire.parts = block.parts;
+      wire.dtype = block.dtype;
+      block.scattered |= wire.rect.cols() != block.rect.cols() && block.rect.rows() > 1;
+      wires->push_back(wire);
+    }
+    block.wires = static_cast<int32_t>(wires->size()) - block.first_wire;
+  }
+}
+
+absl::Status Layout::SetCuts(const google::protobuf::RepeatedPtrField<v1::Cuts>& cuts) {
+  std::vector<std::vector<int64_t>> at(matrices_.size());
+  int32_t last = -1;
+  for (const v1::Cuts& wire : cuts) {
+    if (wire.parameter() <= last || wire.parameter() >= static_cast<int32_t>(at.size())) {
+      return absl::InvalidArgumentError(absl::StrCat("cuts of matrix ", wire.parameter(),
+                                                     " after those of ", last, " of ", at.size()));
+    }
+    last = wire.parameter();
+    at[last].assign(wire.at().begin(), wire.at().end());
+    const LayoutMatrix& matrix = matrices_[last];
+    if (const absl::Status valid = ValidateCuts(matrix.rows, matrix.cols, at[last]); !valid.ok()) {
+      return absl::Status(valid.code(), absl::StrCat("\"", matrix.name, "\": ", valid.message()));
+    }
+  }
+  CutMatrices(at);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Layout> Layout::Create(const TrainerOptions& options,
@@ -265,16 +337,15 @@ absl::StatusOr<Layout> Layout::Create(const TrainerOptions& options,
     if (wanted.parts < 1) return Outside("parts of a push block", wanted.parts, 1, 4096);
     block.parts = wanted.parts;
     block.dtype = parameters[block.parameter].push_dtype;
-    layout.AddWires(&block, static_cast<int32_t>(layout.push_.size()), &layout.wire_push_);
     layout.push_.push_back(block);
   }
   for (const PullBlock& wanted : layout.options_.pull) {
     LayoutBlock block;
     STIEFEL_RETURN_IF_ERROR(layout.ResolveBlock(wanted.parameter, wanted.rect, &block));
     block.dtype = PullType(parameters[block.parameter]);
-    layout.AddWires(&block, static_cast<int32_t>(layout.pull_.size()), &layout.wire_pull_);
     layout.pull_.push_back(block);
   }
+  layout.CutMatrices(std::vector<std::vector<int64_t>>(layout.matrices_.size()));
   return layout;
 }
 
@@ -316,7 +387,9 @@ std::string Layout::Describe(const LayoutBlock& block) const {
 }
 
 std::string Layout::Describe(const WireBlock& block) const {
-  return absl::StrCat("\"", matrices_[block.matrix].name, "\" ", block.rect.DebugString());
+  const LayoutShard& shard = shards_[block.shard];
+  return absl::StrCat("\"", matrices_[shard.matrix].name, "\" ",
+                      InMatrix(shard.place, block.rect).DebugString());
 }
 
 v1::Parameter Layout::MatrixToProto(const LayoutMatrix& matrix) const {
@@ -339,18 +412,22 @@ v1::JoinRunRequest Layout::JoinRequest() const {
   request.set_rank(options_.rank);
   request.set_world_size(options_.world_size);
   if (options_.applied_step) request.set_applied_step(*options_.applied_step);
-  for (const WireBlock& block : wire_push_) {
-    const PushBlock& wanted = options_.push[block.block];
-    v1::PushBlock* wire = request.add_push();
-    wire->set_parameter(matrices_[block.matrix].name);
-    *wire->mutable_rect() = ToProto(block.rect);
-    if (wanted.reduce_group) wire->set_reduce_group(*wanted.reduce_group);
-    if (wanted.parts != 1) wire->set_parts(wanted.parts);
+  for (size_t b = 0; b < push_.size(); ++b) {
+    const PushBlock& wanted = options_.push[b];
+    for (const MatrixBlock& block : InMatrices(push_[b].parameter, push_[b].rect)) {
+      v1::PushBlock* wire = request.add_push();
+      wire->set_parameter(matrices_[block.matrix].name);
+      *wire->mutable_rect() = ToProto(block.rect);
+      if (wanted.reduce_group) wire->set_reduce_group(*wanted.reduce_group);
+      if (wanted.parts != 1) wire->set_parts(wanted.parts);
+    }
   }
-  for (const WireBlock& block : wire_pull_) {
-    v1::PullBlock* wire = request.add_pull();
-    wire->set_parameter(matrices_[block.matrix].name);
-    *wire->mutable_rect() = ToProto(block.rect);
+  for (const LayoutBlock& wanted : pull_) {
+    for (const MatrixBlock& block : InMatrices(wanted.parameter, wanted.rect)) {
+      v1::PullBlock* wire = request.add_pull();
+      wire->set_parameter(matrices_[block.matrix].name);
+      *wire->mutable_rect() = ToProto(block.rect);
+    }
   }
   for (const LayoutMatrix& matrix : matrices_) *request.add_parameters() = MatrixToProto(matrix);
   request.set_software_version(kSoftwareVersion);

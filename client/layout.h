@@ -31,20 +31,29 @@ struct LayoutBlock {
   Rect rect;
   int32_t parts = 1;
   DType dtype = DType::kFp32;  // on the wire
-  int32_t first_wire = 0;      // its blocks on the wire, one for each matrix that it touches
+  int32_t first_wire = 0;      // its blocks on the wire, one for each shard that it touches
   int32_t wires = 1;
+  bool scattered = false;  // some part is not a contiguous range of it: columns are cut
 
   int64_t elements() const { return rect.Area(); }
   int64_t bytes() const { return elements() * DTypeSize(dtype); }
 };
 
-// The part of a block in one matrix: a contiguous range of the block's elements, row-major.
-struct WireBlock {
+// A part of a matrix that has an owner of its own. Its place in the list is its shard index; a
+// matrix that is not cut is one shard.
+struct LayoutShard {
   int32_t matrix = 0;
-  int32_t block = 0;      // whose part it is
-  Rect rect;              // in the matrix
-  int64_t first_row = 0;  // in the block
-  int64_t first = 0;      // element of the block
+  Rect place;  // in the matrix
+};
+
+// The part of a block in one shard.
+struct WireBlock {
+  int32_t shard = 0;
+  int32_t block = 0;  // whose part it is
+  Rect rect;          // in the shard
+  Rect in_block;
+  int64_t first =
+      0;  // where it begins if the block's parts, each row-major, lie one after the other
   int32_t parts = 1;
   DType dtype = DType::kFp32;
 
@@ -63,11 +72,15 @@ class Layout {
   const TrainerOptions& options() const { return options_; }
   const std::vector<ParameterSpec>& parameters() const { return parameters_; }
   const std::vector<LayoutMatrix>& matrices() const { return matrices_; }
+  const std::vector<LayoutShard>& shards() const { return shards_; }
   const std::vector<LayoutBlock>& push() const { return push_; }
   const std::vector<LayoutBlock>& pull() const { return pull_; }
-  // As the protocol has them: JoinRun's lists, and what chunks name by position.
+  // As chunks name them by position: JoinRun's lists, cut at shards.
   const std::vector<WireBlock>& wire_push() const { return wire_push_; }
   const std::vector<WireBlock>& wire_pull() const { return wire_pull_; }
+  // Cuts matrices as the run was opened with; before, and where `cuts` is empty, they are whole.
+  // INVALID_ARGUMENT: what ValidateCuts refuses, a matrix that does not exist, another order.
+  absl::Status SetCuts(const google::protobuf::RepeatedPtrField<v1::Cuts>& cuts);
   // The parts of a rectangle of a parameter's stacked view; `block` of each is 0.
   std::vector<WireBlock> Cut(int32_t parameter, const Rect& rect) const;
 
@@ -91,7 +104,15 @@ class Layout {
   absl::Status AddParameter(const ParameterSpec& parameter);
   absl::Status CheckMatrices() const;
   absl::Status ResolveBlock(const std::string& name, const Rect& rect, LayoutBlock* block) const;
-  void AddWires(LayoutBlock* block, int32_t index, std::vector<WireBlock>* wires) const;
+  // A rectangle of one matrix, and which row of the stacked view's rectangle is its first.
+  struct MatrixBlock {
+    int32_t matrix = 0;
+    Rect rect;
+    int64_t first_row = 0;
+  };
+  std::vector<MatrixBlock> InMatrices(int32_t parameter, const Rect& rect) const;
+  void CutMatrices(const std::vector<std::vector<int64_t>>& cuts);
+  void CutBlocks(std::vector<LayoutBlock>* blocks, std::vector<WireBlock>* wires) const;
   v1::Parameter MatrixToProto(const LayoutMatrix& matrix) const;
 
   TrainerOptions options_;
@@ -99,6 +120,9 @@ class Layout {
   std::map<std::string, int32_t, std::less<>> by_name_;
   std::vector<LayoutMatrix> matrices_;
   std::vector<int32_t> first_matrix_;  // by parameter
+  std::vector<LayoutShard> shards_;
+  std::vector<int32_t> first_shard_;       // by matrix
+  std::vector<std::vector<Rect>> places_;  // of its shards, by matrix
   std::vector<LayoutBlock> push_;
   std::vector<LayoutBlock> pull_;
   std::vector<WireBlock> wire_push_;

@@ -97,7 +97,7 @@ TEST(LayoutTest, BlocksOfStacksBecomeBlocksOfMatrices) {
   int64_t first = 0;
   for (int w = 0; w < 3; ++w) {
     const WireBlock& wire = layout->wire_push()[w];
-    EXPECT_EQ(wire.matrix, 3 + w);
+    EXPECT_EQ(wire.shard, 3 + w);
     EXPECT_EQ(wire.rect, rects[w]);
     EXPECT_EQ(wire.first, first);
     EXPECT_EQ(wire.block, 0);
@@ -115,6 +115,64 @@ TEST(LayoutTest, BlocksOfStacksBecomeBlocksOfMatrices) {
   EXPECT_FALSE(join.push(3).has_reduce_group());
   EXPECT_EQ(join.pull_size(), 6);
   EXPECT_EQ(layout->OpenRequest().parameters(5).shape(0), 4);
+}
+
+v1::Cuts CutsOf(int32_t matrix, std::vector<int64_t> at) {
+  v1::Cuts cuts;
+  cuts.set_parameter(matrix);
+  cuts.mutable_at()->Assign(at.begin(), at.end());
+  return cuts;
+}
+
+// Both ends cut blocks alike: the parts lie in the block's shards in order, and make it up.
+TEST(LayoutTest, BlocksAreCutAtShardsInBothDirections) {
+  TrainerOptions options = Options();
+  options.push = {{"a", {1, 7, 0, 3}, {}, 2}, {"c", {0, 2, 2, 8}}};
+  auto layout = Layout::Create(options, Model());
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  const std::string join = layout->JoinRequest().SerializeAsString();
+  google::protobuf::RepeatedPtrField<v1::Cuts> cuts;
+  *cuts.Add() = CutsOf(0, {2, 3});  // rows of 7 x 3
+  *cuts.Add() = CutsOf(2, {4, 7});  // columns of 2 x 8
+  ASSERT_TRUE(layout->SetCuts(cuts).ok());
+  EXPECT_EQ(layout->JoinRequest().SerializeAsString(), join);
+  ASSERT_EQ(layout->shards().size(), 7u);
+  EXPECT_EQ(layout->shards()[5].matrix, 2);
+  EXPECT_EQ(layout->shards()[5].place, (Rect{0, 2, 4, 7}));
+
+  ASSERT_EQ(layout->wire_push().size(), 6u);
+  const Rect rects[] = {{1, 2, 0, 3}, {0, 1, 0, 3}, {0, 4, 0, 3},
+                        {0, 2, 2, 4}, {0, 2, 0, 3}, {0, 2, 0, 1}};
+  const Rect in_block[] = {{0, 1, 0, 3}, {1, 2, 0, 3}, {2, 6, 0, 3},
+                           {0, 2, 0, 2}, {0, 2, 2, 5}, {0, 2, 5, 6}};
+  const int64_t first[] = {0, 3, 6, 0, 4, 10};
+  const int32_t shard[] = {0, 1, 2, 4, 5, 6};
+  for (int w = 0; w < 6; ++w) {
+    const WireBlock& wire = layout->wire_push()[w];
+    EXPECT_EQ(wire.shard, shard[w]) << w;
+    EXPECT_EQ(wire.rect, rects[w]) << w;
+    EXPECT_EQ(wire.in_block, in_block[w]) << w;
+    EXPECT_EQ(wire.first, first[w]) << w;
+    EXPECT_EQ(wire.parts, w < 3 ? 2 : 1);
+  }
+  EXPECT_FALSE(layout->push()[0].scattered);
+  EXPECT_TRUE(layout->push()[1].scattered);
+  EXPECT_EQ(layout->Describe(layout->wire_push()[4]), "\"c\" [0:2, 4:7]");
+}
+
+TEST(LayoutTest, RefusesCutsThatAreNone) {
+  auto layout = Layout::Create(Options(), Model());
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  google::protobuf::RepeatedPtrField<v1::Cuts> cuts;
+  *cuts.Add() = CutsOf(2, {8});
+  EXPECT_THAT(std::string(layout->SetCuts(cuts).message()), HasSubstr("2 x 8"));
+  *cuts.Mutable(0) = CutsOf(3, {1});
+  EXPECT_THAT(std::string(layout->SetCuts(cuts).message()), HasSubstr("matrix 3"));
+  std::vector<ParameterSpec> model = Model();
+  model[0].rule = *PresetRule("normuon");
+  model[0].shards = 2;
+  EXPECT_THAT(std::string(Layout::Create(Options(), model).status().message()),
+              HasSubstr("row variance"));
 }
 
 TEST(LayoutTest, RowBlocksOfStacksAreRowsOfTheStackedView) {

@@ -71,6 +71,25 @@ LeaderMachine LeaderMachine::TakingOver(int32_t servers, ProtocolPolicy policy) 
   return leader;
 }
 
+void LeaderMachine::KnowShards(const v1::OpenRunRequest& opened) {
+  first_shards_.clear();
+  if (opened.cuts().empty()) return;
+  int32_t shards = 0;
+  auto cuts = opened.cuts().begin();
+  for (int32_t parameter = 0; parameter < opened.parameters_size(); ++parameter) {
+    first_shards_.push_back(shards++);
+    if (cuts == opened.cuts().end() || cuts->parameter() != parameter) continue;
+    shards += cuts->at_size();
+    ++cuts;
+  }
+}
+
+std::pair<int32_t, int32_t> LeaderMachine::ShardsBeside(int32_t shard) const {
+  const auto next = std::upper_bound(first_shards_.begin(), first_shards_.end(), shard);
+  if (next == first_shards_.begin()) return {shard, shard + 1};
+  return {*(next - 1), next == first_shards_.end() ? std::numeric_limits<int32_t>::max() : *next};
+}
+
 LeaderMachine::Open& LeaderMachine::OpenAt(const Key& key) {
   Open& open = open_[key];
   open.servers.resize(members_.size());
@@ -81,6 +100,7 @@ void LeaderMachine::OnRecord(int32_t server, const v1::TakeOverResponse& record,
                              LeaderSends* sends) {
   if (records_[server] || records_missing_ == 0) return;
   records_[server] = record;
+  if (record.opened().parameters_size() > 0) KnowShards(record.opened());
   records_missing_ = policy_.take_over_all ? records_missing_ - 1 : 0;
   if (records_missing_ == 0) CompleteFound(sends);
 }
@@ -224,14 +244,26 @@ std::optional<v1::Decide> LeaderMachine::JudgeVotes(const Key& key,
   const auto explain = [&why](const std::string& what) {
     if (why.size() < 1024) absl::StrAppend(&why, why.empty() ? "" : "; ", what);
   };
-  for (const v1::Vote::Matrix* matrix : InOrder(votes)) {
-    if (NonFinite(*matrix)) {
-      decision.add_skipped_matrices(matrix->matrix());
-      explain(matrix->explanation().empty()
-                  ? absl::StrCat("non-finite values in matrix ", matrix->matrix())
-                  : matrix->explanation());
+  const std::vector<const v1::Vote::Matrix*> matrices = InOrder(votes);
+  for (auto begin = matrices.begin(); begin != matrices.end();) {  // the shards of a matrix
+    const int32_t last = ShardsBeside((*begin)->matrix()).second;
+    const auto end = std::find_if(begin, matrices.end(),
+                                  [last](const auto* matrix) { return matrix->matrix() >= last; });
+    bool finite = true;
+    bool finite_gradient = true;
+    for (auto shard = begin; shard != end; ++shard) {
+      finite_gradient = finite_gradient && (*shard)->nonfinite_gradient() == 0;
+      if (!NonFinite(**shard)) continue;
+      finite = false;
+      explain((*shard)->explanation().empty()
+                  ? absl::StrCat("non-finite values in matrix ", (*shard)->matrix())
+                  : (*shard)->explanation());
     }
-    if (matrix->nonfinite_gradient() == 0) sum_squares += matrix->sum_squares();
+    for (auto shard = begin; shard != end; ++shard) {
+      if (!finite) decision.add_skipped_matrices((*shard)->matrix());
+      if (finite_gradient) sum_squares += (*shard)->sum_squares();
+    }
+    begin = end;
   }
   for (const double local : votes[0]->local_sum_squares()) sum_squares += local;
   for (int rank = 0; rank < votes[0]->local_finite_size(); ++rank) {

@@ -52,6 +52,10 @@ class LeaderMachine {
   // nothing of the run.
   static LeaderMachine TakingOver(int32_t servers, ProtocolPolicy policy = {});
 
+  // Which shards belong to one matrix: they are skipped together. Without it each is a matrix; a
+  // record says it too.
+  void KnowShards(const v1::OpenRunRequest& opened);
+
   // A server's answer to TakeOver.
   void OnRecord(int32_t server, const v1::TakeOverResponse& record, LeaderSends* sends);
 
@@ -149,7 +153,11 @@ class LeaderMachine {
   std::string AwaitedByMove() const;
   void AppendMove(std::string* out) const;
 
+  // The shards of the matrix that `shard` belongs to, as [first, second).
+  std::pair<int32_t, int32_t> ShardsBeside(int32_t shard) const;
+
   ProtocolPolicy policy_;
+  std::vector<int32_t> first_shards_;  // of all matrices, ascending; empty: each shard is a matrix
   int32_t records_missing_ = 0;
   std::vector<std::optional<v1::TakeOverResponse>> records_;
   Key decided_;  // everything up to here is decided

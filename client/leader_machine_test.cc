@@ -135,6 +135,33 @@ TEST(LeaderMachine, NonFiniteSkipsTheStepOrOnlyTheMatrix) {
   }
 }
 
+// Shards 1 and 2 are those of parameter 1: what is not finite in one leaves both out, of the step
+// and of the norm.
+TEST(LeaderMachine, ShardsOfAMatrixAreSkippedTogether) {
+  v1::OpenRunRequest opened;
+  for (int p = 0; p < 3; ++p) opened.add_parameters();
+  opened.add_cuts()->set_parameter(1);
+  opened.mutable_cuts(0)->add_at(4);
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  leader.KnowShards(opened);
+  LeaderSends sends;
+  v1::Vote first = MakeVote(1, 0, 0, 16);
+  *first.add_matrices() = MakeVote(1, 0, 2, 100).matrices(0);
+  v1::Vote second = MakeVote(1, 0, 1, 0);
+  second.mutable_matrices(0)->set_nonfinite_gradient(3);
+  *second.add_matrices() = MakeVote(1, 0, 3, 9).matrices(0);
+  first.set_commit(v1::PER_MATRIX);
+  second.set_commit(v1::PER_MATRIX);
+  leader.OnVote(0, first, &sends);
+  leader.OnVote(1, second, &sends);
+  const v1::Decide decision = TheDecision(sends);
+  EXPECT_EQ(decision.outcome(), v1::COMMIT);
+  EXPECT_EQ(decision.grad_norm(), 5);
+  ASSERT_EQ(decision.skipped_matrices_size(), 2);
+  EXPECT_EQ(decision.skipped_matrices(0), 1);
+  EXPECT_EQ(decision.skipped_matrices(1), 2);
+}
+
 TEST(LeaderMachine, NonFiniteLocalGradientNamesTheRank) {
   LeaderMachine leader = LeaderMachine::Opened(1, 1);
   LeaderSends sends;

@@ -81,6 +81,14 @@ absl::StatusOr<Plan> PlanRun(const Layout& layout, const Survey& survey) {
   return MakePlan(request);
 }
 
+bool SameCuts(const v1::JoinRunResponse& a, const v1::JoinRunResponse& b) {
+  return std::equal(a.cuts().begin(), a.cuts().end(), b.cuts().begin(), b.cuts().end(),
+                    [](const v1::Cuts& x, const v1::Cuts& y) {
+                      return x.parameter() == y.parameter() &&
+                             std::equal(x.at().begin(), x.at().end(), y.at().begin(), y.at().end());
+                    });
+}
+
 void CloseAgain(const Servers& servers, uint64_t run_uid, const Incarnation& leader) {
   v1::CloseRunRequest close;
   close.mutable_sender()->set_run_uid(run_uid);
@@ -172,8 +180,9 @@ absl::StatusOr<Survey> AwaitOpen(const Servers& servers, const Layout& layout,
   }
 }
 
-absl::Status OpenRun(const Servers& servers, const Layout& layout, const Survey& survey,
-                     uint64_t run_uid, const Incarnation& leader, int64_t deadline) {
+absl::StatusOr<v1::OpenRunRequest> OpenRun(const Servers& servers, const Layout& layout,
+                                           const Survey& survey, uint64_t run_uid,
+                                           const Incarnation& leader, int64_t deadline) {
   STIEFEL_ASSIGN_OR_RETURN(const Plan plan, PlanRun(layout, survey));
   v1::OpenRunRequest request = layout.OpenRequest();
   request.set_run_uid(run_uid);
@@ -193,7 +202,8 @@ absl::Status OpenRun(const Servers& servers, const Layout& layout, const Survey&
         return request.SerializeAsString();
       },
       ServerMayCome, deadline);
-  if (!opened.ok()) CloseAgain(servers, run_uid, leader);
+  if (opened.ok()) return request;
+  CloseAgain(servers, run_uid, leader);
   return opened.status();
 }
 
@@ -268,13 +278,14 @@ absl::StatusOr<std::vector<v1::JoinRunResponse>> JoinRun(const Servers& servers,
     if (answer.run_uid() == first.run_uid() &&
         answer.placement_epoch() == first.placement_epoch() &&
         answer.owners_size() == first.owners_size() &&
-        std::equal(answer.owners().begin(), answer.owners().end(), first.owners().begin())) {
+        std::equal(answer.owners().begin(), answer.owners().end(), first.owners().begin()) &&
+        SameCuts(answer, first)) {
       continue;
     }
     return absl::FailedPreconditionError(absl::StrCat(
         "servers ", servers.addresses[0], " and ", servers.addresses[s], " hold run uid ",
         first.run_uid(), " epoch ", first.placement_epoch(), " and uid ", answer.run_uid(),
-        " epoch ", answer.placement_epoch(), " under one name, or disagree on owners"));
+        " epoch ", answer.placement_epoch(), " under one name, or disagree on owners or cuts"));
   }
   const v1::JoinRunResponse& first = answers[0];
   const bool weights = layout.options().mode == UpdateMode::kWeights;
@@ -284,20 +295,21 @@ absl::StatusOr<std::vector<v1::JoinRunResponse>> JoinRun(const Servers& servers,
         " mode, rank ", layout.options().rank, " wants ", weights ? "WEIGHTS" : "DELTA"));
   }
   // Matrix indexes are the same on all ranks only if the lists are.
-  if (first.parameters_size() != static_cast<int>(layout.matrices().size()) ||
-      first.owners_size() != first.parameters_size()) {
+  if (first.parameters_size() != static_cast<int>(layout.matrices().size())) {
     return absl::FailedPreconditionError(absl::StrCat(
         "run \"", layout.options().run, "\" has ", first.parameters_size(), " matrices, rank ",
         layout.options().rank, " registers ", layout.matrices().size()));
   }
   for (int i = 0; i < first.parameters_size(); ++i) {
-    if (first.parameters(i).name() == layout.matrices()[i].name && first.owners(i) >= 0 &&
-        first.owners(i) < static_cast<int>(servers.addresses.size()))
-      continue;
-    return absl::FailedPreconditionError(absl::StrCat(
-        "matrix ", i, " of run \"", layout.options().run, "\" is \"", first.parameters(i).name(),
-        "\" (owner ", first.owners(i), "), rank ", layout.options().rank, " registers \"",
-        layout.matrices()[i].name, "\" there"));
+    if (first.parameters(i).name() == layout.matrices()[i].name) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("matrix ", i, " of run \"", layout.options().run, "\" is \"",
+                     first.parameters(i).name(), "\", rank ", layout.options().rank,
+                     " registers \"", layout.matrices()[i].name, "\" there"));
+  }
+  for (const int32_t owner : first.owners()) {
+    if (owner < 0 || owner >= first.servers_size())
+      return IndexOutOfRange("owner of a shard", owner, first.servers_size());
   }
   return answers;
 }

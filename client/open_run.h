@@ -37,9 +37,10 @@ absl::StatusOr<Survey> AwaitOpen(const Servers& servers, const Layout& layout,
                                  int64_t connect_deadline_micros, int64_t deadline_micros);
 
 // Leader: plans the placement and opens the run everywhere; where that fails on one server it is
-// closed again on the others.
-absl::Status OpenRun(const Servers& servers, const Layout& layout, const Survey& survey,
-                     uint64_t run_uid, const Incarnation& leader, int64_t deadline_micros);
+// closed again on the others. Returns what it was opened with (as the last server).
+absl::StatusOr<v1::OpenRunRequest> OpenRun(const Servers& servers, const Layout& layout,
+                                           const Survey& survey, uint64_t run_uid,
+                                           const Incarnation& leader, int64_t deadline_micros);
 
 // Leader, of a run that some server holds: fences the older leader on those that do, opens the run
 // with the same request on the rest, and returns the records of all. ALREADY_EXISTS at the deadline

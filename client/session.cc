@@ -31,7 +31,7 @@ absl::Status Cancelled() { return absl::CancelledError("the trainer was cancelle
 // ---------------------------------------------------------------- connecting
 
 Session::Session(Layout layout, Transport* transport)
-    : layout_(std::move(layout)), transport_(transport) {
+    : transport_(transport), layout_(std::move(layout)) {
   const TrainerOptions& options = layout_.options();
   size_t sources = 0;
   for (const LayoutBlock& block : layout_.push()) {
@@ -40,7 +40,6 @@ Session::Session(Layout layout, Transport* transport)
   }
   MutexLock lock(&mutex_);
   sources_.resize(sources);
-  pulled_.resize(layout_.wire_pull().size());
   joined_.resize(layout_.pull().size());
   servers_.resize(options.servers.size());
   for (size_t s = 0; s < servers_.size(); ++s) {
@@ -81,6 +80,12 @@ absl::Status Session::Join() {
   }
   STIEFEL_ASSIGN_OR_RETURN(const std::vector<v1::JoinRunResponse> answers,
                            JoinRun(servers, layout_, incarnation, deadline));
+  STIEFEL_RETURN_IF_ERROR(layout_.SetCuts(answers[0].cuts()));
+  if (answers[0].owners_size() != static_cast<int>(layout_.shards().size())) {
+    return absl::FailedPreconditionError(absl::StrCat("run \"", options.run, "\" has ",
+                                                      layout_.shards().size(), " shards, but ",
+                                                      answers[0].owners_size(), " owners"));
+  }
   {
     MutexLock lock(&mutex_);
     sender_.set_run_uid(answers[0].run_uid());
@@ -98,10 +103,12 @@ absl::StatusOr<Incarnation> Session::OpenOrTakeOver(const Servers& servers,
   const Incarnation incarnation(survey.generation, RandomId());
   const int32_t count = static_cast<int32_t>(servers.addresses.size());
   if (!survey.HeldAnywhere()) {
-    STIEFEL_RETURN_IF_ERROR(
+    STIEFEL_ASSIGN_OR_RETURN(
+        const v1::OpenRunRequest opened,
         OpenRun(servers, layout_, survey, RandomId(), incarnation, connect_deadline));
     MutexLock lock(&mutex_);
-    leader_ = LeaderMachine::Opened(count, layout_.options().applied_step.value_or(0) + 1);
+    leader_ = LeaderMachine::Opened(count, opened.start_step());
+    leader_->KnowShards(opened);
     return incarnation;
   }
   STIEFEL_ASSIGN_OR_RETURN(const std::vector<v1::TakeOverResponse> records,
@@ -154,8 +161,8 @@ void Session::StartTrainer(const std::vector<v1::JoinRunResponse>& answers) {
   }
   const auto to_machine = [&](const WireBlock& block) {
     TrainerBlock machine;
-    machine.matrix = block.matrix;
-    machine.server = answers[0].owners(block.matrix);
+    machine.matrix = block.shard;
+    machine.server = answers[0].owners(block.shard);
     machine.elements = block.elements();
     machine.element_bytes = static_cast<int32_t>(DTypeSize(block.dtype));
     machine.parts = block.parts;
@@ -175,6 +182,7 @@ void Session::StartTrainer(const std::vector<v1::JoinRunResponse>& answers) {
   }
   if (!thread_.joinable()) thread_ = std::thread([this] { RunThread(); });
   MutexLock lock(&mutex_);
+  pulled_.resize(buffers.size());
   for (size_t i = 0; i < buffers.size(); ++i) pulled_[i].buffer = std::move(buffers[i]);
   trainer_.emplace(static_cast<int32_t>(servers_.size()), std::move(push), std::move(pull));
   for (int32_t s = 0; s < static_cast<int32_t>(servers_.size()); ++s) {

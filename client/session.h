@@ -17,7 +17,8 @@
 // it), session_weights.cc (initial weights).
 //
 // Users speak of blocks of parameters; the machines and the wire of those blocks' parts in each
-// matrix ("wire blocks", client/layout.h), which differ where a parameter is a stack of matrices.
+// shard ("wire blocks", client/layout.h), which differ where a parameter is a stack of matrices and
+// where a matrix is cut. What the machines call a matrix is a shard.
 #ifndef STIEFEL_CLIENT_SESSION_H_
 #define STIEFEL_CLIENT_SESSION_H_
 
@@ -127,6 +128,7 @@ class Session {
   // Where the bytes of a (block, part) are during an attempt.
   struct Source {
     const char* data = nullptr;
+    bool strided = false;             // row-major as the block; else its wire blocks one by one
     std::unique_ptr<char[]> staging;  // kept for the next step
   };
 
@@ -217,6 +219,9 @@ class Session {
   absl::StatusOr<const char*> Stage(const LayoutBlock& spec, size_t source, const std::string& part,
                                     const TensorView& gradient, std::unique_ptr<char[]>* staging)
       ABSL_LOCKS_EXCLUDED(mutex_);
+  // Where elements [offset, offset + count) of a wire block are.
+  void AddSpans(const WireBlock& wire, const Source& source, int64_t offset, int64_t count,
+                std::vector<OutgoingChunk::Span>* spans) const;
   absl::Status SendInitWeights(int32_t server, std::vector<OutgoingChunk> chunks)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -235,13 +240,13 @@ class Session {
   int64_t HeartbeatMicros() const;
 
   // Constant after construction.
-  const Layout layout_;
   Transport* const transport_;
   const std::shared_ptr<BorrowedMemory> borrowed_ = std::make_shared<BorrowedMemory>();
   // Constant after Connect.
+  Layout layout_;                        // matrices are cut when the run was joined
   std::unique_ptr<SessionTrace> trace_;  // null: none is written; used under mutex_
   std::vector<size_t> first_source_;     // by push block: index of its part 0 in sources_
-  std::vector<int32_t> owners_;          // by matrix: index of its server
+  std::vector<int32_t> owners_;          // by shard: index of its server
   int64_t step_timeout_ = 0;             // microseconds, as the next
   int64_t lease_ = 0;
   int64_t chunk_bytes_ = 0;

@@ -35,6 +35,22 @@ bool Final(const absl::Status& why) {
   }
 }
 
+// Of gradient pieces. Each has whole spans.
+void SetChecksums(const Layout& layout, OutgoingChunk* chunk) {
+  size_t span = 0;
+  for (v1::Piece& piece : *chunk->header.mutable_pieces()) {
+    if (piece.absent()) continue;
+    int64_t left = piece.count() * DTypeSize(layout.wire_push()[piece.block()].dtype);
+    uint32_t crc = 0;
+    for (; left > 0; ++span) {
+      const OutgoingChunk::Span& bytes = chunk->payload[span];
+      crc = ExtendCrc32c(crc, bytes.data, bytes.size);
+      left -= static_cast<int64_t>(bytes.size);
+    }
+    piece.set_crc32c(crc);
+  }
+}
+
 }  // namespace
 
 class Session::ControlEvents final : public ControlListener {
@@ -231,6 +247,24 @@ void Session::Perform(Sends sends) {
 template void Session::Perform(TrainerSends sends);
 template void Session::Perform(LeaderSends sends);
 
+void Session::AddSpans(const WireBlock& wire, const Source& source, int64_t offset, int64_t count,
+                       std::vector<OutgoingChunk::Span>* spans) const {
+  const int64_t size = DTypeSize(wire.dtype);
+  const auto add = [&](int64_t element, int64_t elements) {
+    spans->push_back({source.data + element * size, static_cast<size_t>(elements * size)});
+  };
+  if (!source.strided) return add(wire.first + offset, count);
+  const int64_t cols = wire.rect.cols();
+  const int64_t block_cols = layout_.push()[wire.block].rect.cols();
+  for (const int64_t end = offset + count; offset < end;) {
+    const int64_t row = offset / cols;
+    const int64_t col = offset % cols;
+    const int64_t here = std::min(cols - col, end - offset);
+    add((wire.in_block.row_begin + row) * block_cols + wire.in_block.col_begin + col, here);
+    offset += here;
+  }
+}
+
 bool Session::NextChunk(int32_t server, Link** link, size_t* stream, OutgoingChunk* chunk) {
   Link* current = servers_[server].link.get();
   if (current == nullptr || current->closing || current->data.empty()) return false;
@@ -257,9 +291,8 @@ bool Session::NextChunk(int32_t server, Link** link, size_t* stream, OutgoingChu
     wire->set_count(piece.count);
     const WireBlock& block = layout_.wire_push()[piece.block];
     const int64_t size = DTypeSize(block.dtype);
-    const Source& source = sources_[first_source_[block.block] + piece.part];
-    chunk->payload.push_back({source.data + (block.first + piece.offset) * size,
-                              static_cast<size_t>(piece.count * size)});
+    AddSpans(block, sources_[first_source_[block.block] + piece.part], piece.offset, piece.count,
+             &chunk->payload);
     timings_.bytes_pushed += piece.count * size;
   }
   ++timings_.chunks_pushed;
@@ -282,12 +315,7 @@ void Session::Pump(int32_t server) {
       MutexLock lock(&mutex_);
       if (!NextChunk(server, &link, &stream, &chunk)) return;
     }
-    size_t span = 0;
-    for (v1::Piece& piece : *chunk.header.mutable_pieces()) {
-      if (piece.absent()) continue;
-      piece.set_crc32c(Crc32c(chunk.payload[span].data, chunk.payload[span].size));
-      ++span;
-    }
+    SetChecksums(layout_, &chunk);
     link->data[stream]->Send(std::move(chunk));
     MutexLock lock(&mutex_);
     if (--link->users == 0 && link->closing) wake_.NotifyAll();

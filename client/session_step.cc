@@ -45,6 +45,18 @@ absl::StatusOr<v1::BeginStep> ToBeginStep(const Layout& layout, const StepOption
   return begin;
 }
 
+// Rows shorter than this are copied together: a span of a message for each would cost more.
+constexpr int64_t kMinSpanBytes = 4096;
+
+// Whether the block may be sent from where it lies although its parts are not contiguous there.
+bool MayLieScattered(const Layout& layout, const LayoutBlock& block) {
+  if (!block.scattered) return true;
+  for (int32_t w = block.first_wire; w < block.first_wire + block.wires; ++w) {
+    if (layout.wire_push()[w].rect.cols() * DTypeSize(block.dtype) < kMinSpanBytes) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 bool Session::weights_needed() const {
@@ -86,7 +98,9 @@ absl::StatusOr<const char*> Session::Stage(const LayoutBlock& spec, size_t sourc
                                            std::unique_ptr<char[]>* staging) {
   STIEFEL_ASSIGN_OR_RETURN(const Walk walk, CheckView(gradient, spec.rect.rows(), spec.rect.cols(),
                                                       "gradient of " + layout_.Describe(spec)));
-  if (walk.contiguous && walk.type == ToElementType(spec.dtype)) return walk.data;
+  if (walk.contiguous && walk.type == ToElementType(spec.dtype) && MayLieScattered(layout_, spec)) {
+    return walk.data;
+  }
   {
     // Taken out, so that a second Push of the same part cannot write under the first one.
     MutexLock lock(&mutex_);
@@ -97,7 +111,15 @@ absl::StatusOr<const char*> Session::Stage(const LayoutBlock& spec, size_t sourc
     *staging = std::move(sources_[source].staging);
   }
   if (*staging == nullptr) staging->reset(new char[static_cast<size_t>(spec.bytes())]);
-  CopyAs(walk, spec.dtype, staging->get());
+  if (!spec.scattered) {
+    CopyAs(walk, spec.dtype, staging->get());
+    return staging->get();
+  }
+  for (int32_t w = spec.first_wire; w < spec.first_wire + spec.wires; ++w) {
+    const WireBlock& wire = layout_.wire_push()[w];
+    CopyAs(walk.Part(wire.in_block), spec.dtype,
+           staging->get() + wire.first * DTypeSize(spec.dtype));
+  }
   return staging->get();
 }
 
@@ -128,9 +150,10 @@ absl::Status Session::Push(int32_t block, int32_t part, const TensorView* gradie
         return absl::Status(pushed.code(),
                             absl::StrCat(layout_.Describe(spec), ": ", pushed.message()));
       }
-      servers.insert(owners_[layout_.wire_push()[wire].matrix]);
+      servers.insert(owners_[layout_.wire_push()[wire].shard]);
       if (trace_ && gradient != nullptr) trace_->Pushed(wire, part, Now());
     }
+    sources_[index].strided = spec.scattered && staging == nullptr;
     if (staging != nullptr) {
       sources_[index].staging = std::move(staging);
       timings_.bytes_staged += spec.bytes();

@@ -39,7 +39,7 @@ class SessionTrace {
  private:
   SessionTrace(const Layout* layout, std::unique_ptr<Trace> trace);
   std::string NameOf(const WireBlock& block) const {
-    return layout_->matrices()[block.matrix].name;
+    return layout_->matrices()[layout_->shards()[block.shard].matrix].name;
   }
 
   const Layout* const layout_;

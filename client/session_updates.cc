@@ -17,6 +17,22 @@ namespace {
 
 int64_t Now() { return RealClock().NowMicros(); }
 
+// Writes a wire block (null: zeros) to its place in the memory of its block.
+void CopyInto(const WireBlock& wire, const LayoutBlock& block, const char* source, char* target) {
+  const int64_t size = DTypeSize(wire.dtype);
+  const auto bytes = static_cast<size_t>(wire.rect.cols() * size);
+  for (int64_t row = 0; row < wire.rect.rows(); ++row) {
+    char* to =
+        target +
+        ((wire.in_block.row_begin + row) * block.rect.cols() + wire.in_block.col_begin) * size;
+    if (source != nullptr) {
+      std::memcpy(to, source + row * wire.rect.cols() * size, bytes);
+    } else {
+      std::memset(to, 0, bytes);
+    }
+  }
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------- arriving chunks
@@ -145,11 +161,11 @@ absl::StatusOr<Session::Pulled*> Session::Ready(int32_t wire) {
   if (!trainer_->has_weights()) return pulled.buffer ? &pulled : nullptr;
   if (decided_->outcome() == v1::SKIP || pulled.absent || !pulled.buffer) return nullptr;
   const auto& skipped = decided_->skipped_matrices();
-  const bool left_out = std::find(skipped.begin(), skipped.end(), block.matrix) != skipped.end();
+  const bool left_out = std::find(skipped.begin(), skipped.end(), block.shard) != skipped.end();
   return left_out ? nullptr : &pulled;
 }
 
-// The updates of several matrices one after the other, zeros where there is none. Made once a step.
+// The updates of several shards put together, zeros where there is none. Made once a step.
 absl::StatusOr<const char*> Session::JoinedDelta(int32_t pull_block) {
   const LayoutBlock& block = layout_.pull()[pull_block];
   std::vector<const Pulled*> parts;
@@ -168,16 +184,10 @@ absl::StatusOr<const char*> Session::JoinedDelta(int32_t pull_block) {
   std::unique_ptr<char[]>& joined = joined_[pull_block];
   if (joined != nullptr) return joined.get();
   joined.reset(new char[static_cast<size_t>(block.bytes())]);
-  char* at = joined.get();
   for (size_t i = 0; i < parts.size(); ++i) {
-    const auto bytes = static_cast<size_t>(
-        layout_.wire_pull()[block.first_wire + static_cast<int32_t>(i)].bytes());
-    if (parts[i] != nullptr) {
-      std::memcpy(at, parts[i]->buffer->bytes.get(), bytes);
-    } else {
-      std::memset(at, 0, bytes);
-    }
-    at += bytes;
+    const WireBlock& wire = layout_.wire_pull()[block.first_wire + static_cast<int32_t>(i)];
+    CopyInto(wire, block, parts[i] == nullptr ? nullptr : parts[i]->buffer->bytes.get(),
+             joined.get());
   }
   return joined.get();
 }
@@ -220,14 +230,16 @@ absl::Status Session::Apply(int32_t pull_block, const MutableTensorView& weights
   for (size_t i = 0; i < buffers.size(); ++i) {
     if (buffers[i] == nullptr) continue;
     const WireBlock& wire = layout_.wire_pull()[block.first_wire + static_cast<int32_t>(i)];
-    const Walk rows = walk.Rows(wire.first_row, wire.first_row + wire.rect.rows());
+    const Walk part = walk.Part(wire.in_block);
     const char* update = buffers[i]->bytes.get();
     if (!application.delta) {
-      CopyWeights(update, wire.dtype, rows);
+      CopyWeights(update, wire.dtype, part);
     } else if (walk.type == ElementType::kFp32) {
-      ApplyDelta(update, wire.dtype, application.decay, rows);
+      ApplyDelta(update, wire.dtype, application.decay, part);
     } else {
-      ApplyDeltaBf16(update, wire.dtype, application.decay, application.seed, wire.first, rows);
+      const int64_t cols = block.rect.cols();
+      const int64_t first = wire.in_block.row_begin * cols + wire.in_block.col_begin;
+      ApplyDeltaBf16(update, wire.dtype, application.decay, application.seed, first, cols, part);
     }
   }
   MutexLock lock(&mutex_);

@@ -33,10 +33,10 @@ StepOutcome Session::ToOutcome(const StepEnd& end) const {
   outcome.step = end.step;
   outcome.attempt = end.attempt;
   outcome.grad_norm = end.grad_norm;
-  for (const int32_t matrix : end.skipped_matrices) {
-    if (matrix >= 0 && matrix < static_cast<int32_t>(layout_.matrices().size())) {
-      outcome.skipped.push_back(layout_.matrices()[matrix].name);
-    }
+  for (const int32_t shard : end.skipped_matrices) {  // ascending: those of a matrix together
+    if (shard < 0 || shard >= static_cast<int32_t>(layout_.shards().size())) continue;
+    const std::string& name = layout_.matrices()[layout_.shards()[shard].matrix].name;
+    if (outcome.skipped.empty() || outcome.skipped.back() != name) outcome.skipped.push_back(name);
   }
   outcome.reason = end.reason;
   return outcome;
@@ -46,7 +46,7 @@ std::optional<StepEnd> Session::EndOf(int32_t parameter) const {
   std::optional<StepEnd> end = trainer_->End();
   if (end || parameter < 0 || !decided_ || decided_->step() != trainer_->target()) return end;
   for (int32_t b = 0; b < static_cast<int32_t>(layout_.wire_pull().size()); ++b) {
-    const int32_t matrix = layout_.wire_pull()[b].matrix;
+    const int32_t matrix = layout_.shards()[layout_.wire_pull()[b].shard].matrix;
     if (layout_.matrices()[matrix].parameter == parameter && !trainer_->BlockReady(b)) {
       return std::nullopt;
     }

@@ -43,8 +43,8 @@ struct Reply {
   std::string response ABSL_GUARDED_BY(mutex);
 };
 
-// Chunks of one matrix, whose elements of `rect` lie row-major at `data`.
-void AddChunks(int32_t matrix, const Rect& rect, const char* data, DType dtype,
+// Chunks of one shard, whose elements of `rect` lie row-major at `data`.
+void AddChunks(int32_t shard, const Rect& rect, const char* data, DType dtype,
                const v1::Sender& sender, int64_t chunk_bytes, BorrowedMemory* lent,
                std::vector<OutgoingChunk>* chunks) {
   const int64_t size = DTypeSize(dtype);
@@ -53,7 +53,7 @@ void AddChunks(int32_t matrix, const Rect& rect, const char* data, DType dtype,
     chunk.header.set_type(v1::ChunkHeader::INIT_WEIGHTS);
     *chunk.header.mutable_sender() = sender;
     v1::Piece* wire = chunk.header.add_pieces();
-    wire->set_block(matrix);
+    wire->set_block(shard);
     wire->set_count(piece.Area());
     wire->set_dtype(ToProto(dtype));
     wire->mutable_rect()->set_row_begin(piece.row_begin);
@@ -85,11 +85,17 @@ absl::Status Session::InitWeights(int32_t parameter, const Rect& rect, const Ten
   const DType dtype = walk.type == ElementType::kBf16   ? DType::kBf16
                       : walk.type == ElementType::kFp16 ? DType::kFp16
                                                         : DType::kFp32;
+  const std::vector<WireBlock> wires = layout_.Cut(parameter, rect);
+  const bool scattered = std::any_of(wires.begin(), wires.end(), [&rect](const WireBlock& wire) {
+    return wire.rect.cols() != rect.cols();
+  });
   std::unique_ptr<char[]> staging;
   const char* data = walk.data;
-  if (!walk.contiguous || walk.type == ElementType::kFp64) {
+  if (!walk.contiguous || walk.type == ElementType::kFp64 || scattered) {
     staging.reset(new char[static_cast<size_t>(rect.Area() * DTypeSize(dtype))]);
-    CopyAs(walk, dtype, staging.get());
+    for (const WireBlock& wire : wires) {
+      CopyAs(walk.Part(wire.in_block), dtype, staging.get() + wire.first * DTypeSize(dtype));
+    }
     data = staging.get();
   }
   v1::Sender sender;
@@ -101,9 +107,9 @@ absl::Status Session::InitWeights(int32_t parameter, const Rect& rect, const Ten
   // The loans of this call alone: gradients may be under way at the same time.
   const auto lent = std::make_shared<BorrowedMemory>();
   std::map<int32_t, std::vector<OutgoingChunk>> chunks;  // by server
-  for (const WireBlock& wire : layout_.Cut(parameter, rect)) {
-    AddChunks(wire.matrix, wire.rect, data + wire.first * DTypeSize(dtype), dtype, sender,
-              chunk_bytes_, lent.get(), &chunks[owners_[wire.matrix]]);
+  for (const WireBlock& wire : wires) {
+    AddChunks(wire.shard, wire.rect, data + wire.first * DTypeSize(dtype), dtype, sender,
+              chunk_bytes_, lent.get(), &chunks[owners_[wire.shard]]);
   }
   absl::Status first;
   for (auto& [server, list] : chunks) {

@@ -99,13 +99,16 @@ ElementType ToElementType(DType dtype) {
   return ElementType::kFp32;
 }
 
-Walk Walk::Rows(int64_t begin, int64_t end) const {
+Walk Walk::Part(const Rect& part) const {
   Walk slice = *this;
-  slice.rows = end - begin;
-  if (contiguous) {
-    slice.data += begin * cols * ElementTypeSize(type);
+  slice.rows = part.rows();
+  slice.cols = part.cols();
+  if (contiguous && slice.cols == cols) {
+    slice.data += part.row_begin * cols * ElementTypeSize(type);
   } else {
-    slice.first_row += begin;
+    slice.contiguous = false;
+    slice.first_row += part.row_begin;
+    slice.first_col += part.col_begin;
   }
   return slice;
 }

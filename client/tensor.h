@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/dtype.h"
+#include "common/rect.h"
 
 namespace stiefel {
 
@@ -61,19 +62,21 @@ struct WalkDim {
 };
 
 // A view checked against a block of rows x cols. Row i of the block is number first_row + i of the
-// row dimensions, counted row-major; its elements are the column dimensions, likewise.
+// row dimensions, counted row-major; its column j is number first_col + j of the column dimensions,
+// likewise.
 struct Walk {
   const char* data = nullptr;
   ElementType type = ElementType::kFp32;
   int64_t rows = 0;
   int64_t cols = 0;
   int64_t first_row = 0;
+  int64_t first_col = 0;
   std::vector<WalkDim> row_dims;  // neighbours that can be walked as one are one
   std::vector<WalkDim> col_dims;
   bool contiguous = false;
 
-  // Rows [begin, end) of the block. REQUIRES: 0 <= begin <= end <= rows.
-  Walk Rows(int64_t begin, int64_t end) const;
+  // A rectangle of the block. REQUIRES: it lies within.
+  Walk Part(const Rect& part) const;
 };
 
 // Where number `index` of the dimensions lies, in elements.
@@ -100,9 +103,12 @@ void ForEachRun(const Walk& walk, Visit visit) {
   const WalkDim& inner = walk.col_dims.back();
   for (int64_t i = 0; i < walk.rows; ++i) {
     const char* row = walk.data + OffsetIn(walk.row_dims, walk.first_row + i) * size;
-    for (int64_t j = 0; j < walk.cols; j += inner.size) {
-      const char* address = row + OffsetIn(walk.col_dims, j) * size;
-      line(i * walk.cols + j, address, inner.stride, inner.size);
+    for (int64_t j = 0; j < walk.cols;) {
+      const int64_t number = walk.first_col + j;
+      const char* address = row + OffsetIn(walk.col_dims, number) * size;
+      const int64_t count = std::min(inner.size - number % inner.size, walk.cols - j);
+      line(i * walk.cols + j, address, inner.stride, count);
+      j += count;
     }
   }
 }

@@ -111,10 +111,29 @@ TEST(TensorTest, ViewsOfAnyNumberOfDimensions) {
     std::vector<float> got(elements, -1);
     CopyAs(walk, DType::kFp32, got.data());
     EXPECT_EQ(got, plain);
-    walk = walk.Rows(begin, end);
-    std::vector<float> part((end - begin) * cols);
-    CopyAs(walk, DType::kFp32, part.data());
-    EXPECT_EQ(part, std::vector<float>(plain.begin() + begin * cols, plain.begin() + end * cols));
+    const int64_t left = random() % cols;
+    const int64_t right = left + 1 + random() % (cols - left);
+    for (const Rect& rect : {Rect{begin, end, 0, cols}, Rect{begin, end, left, right}}) {
+      std::vector<float> want;
+      for (int64_t i = begin; i < end; ++i) {
+        want.insert(want.end(), plain.begin() + i * cols + rect.col_begin,
+                    plain.begin() + i * cols + rect.col_end);
+      }
+      std::vector<float> part(rect.Area());
+      CopyAs(walk.Part(rect), DType::kFp32, part.data());
+      EXPECT_EQ(part, want);
+      // A part of a part.
+      const Rect inner{rect.rows() / 2, rect.rows(), rect.cols() / 2, rect.cols()};
+      const std::vector<float> all = want;
+      want.clear();
+      for (int64_t i = inner.row_begin; i < inner.row_end; ++i) {
+        want.insert(want.end(), all.begin() + i * rect.cols() + inner.col_begin,
+                    all.begin() + (i + 1) * rect.cols());
+      }
+      part.assign(inner.Area(), -1);
+      CopyAs(walk.Part(rect).Part(inner), DType::kFp32, part.data());
+      EXPECT_EQ(part, want);
+    }
   }
 }
 
@@ -199,7 +218,7 @@ TEST(ApplyTest, SmallDeltasReachBf16WeightsOnAverage) {
   std::vector<uint16_t> weights(4096, FloatToBf16(1.0f));
   const Walk walk = MustCheck({weights.data(), ElementType::kBf16, {64, 64}, {}}, 64, 64);
   for (int step = 0; step < 64; ++step) {
-    ApplyDeltaBf16(delta.data(), DType::kFp32, 1.0f, MixBits(step), 0, walk);
+    ApplyDeltaBf16(delta.data(), DType::kFp32, 1.0f, MixBits(step), 0, walk.cols, walk);
   }
   double mean = 0;
   for (const uint16_t w : weights) mean += Bf16ToFloat(w) / 4096.0;

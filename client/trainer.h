@@ -70,7 +70,9 @@ struct ParameterSpec {
   std::optional<DType> pull_dtype = {};  // deltas or weights on the wire; default push_dtype
   Reduce reduce = Reduce::kMean;         // over the ranks that push an element
   std::optional<int> stack_dims = {};    // needed where the shape has more than two dimensions
-  int64_t shards = 0;                    // that each of its matrices is cut into; 0: whole
+  // Each matrix is cut along its long side into this many shards of even size, which may have
+  // owners of their own; 0: whole. Every rank gives the same; the leader's counts.
+  int64_t shards = 0;
 
   // Of the stacked view; at most the largest int64.
   int64_t rows() const;

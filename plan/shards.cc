@@ -44,6 +44,21 @@ std::vector<int64_t> EvenCuts(int64_t rows, int64_t cols, int64_t shards) {
   return at;
 }
 
+std::vector<ShardPart> CutAtShards(const Rect& block, const std::vector<Rect>& shards) {
+  const auto first = std::partition_point(shards.begin(), shards.end(), [&block](const Rect& s) {
+    return s.row_end <= block.row_begin || s.col_end <= block.col_begin;
+  });
+  std::vector<ShardPart> parts;
+  for (auto shard = first; shard != shards.end(); ++shard) {
+    const Rect common = Intersect(block, *shard);
+    if (common.empty()) break;
+    parts.push_back({static_cast<int32_t>(shard - shards.begin()),
+                     {common.row_begin - shard->row_begin, common.row_end - shard->row_begin,
+                      common.col_begin - shard->col_begin, common.col_end - shard->col_begin}});
+  }
+  return parts;
+}
+
 absl::Status ValidateSharding(const Rule& rule, int64_t rows, int64_t cols) {
   const auto refuse = [&](absl::string_view why) {
     return absl::InvalidArgumentError(absl::StrCat("a ", rows, " x ", cols, " matrix under ",

@@ -30,6 +30,22 @@ std::vector<Rect> ShardRects(int64_t rows, int64_t cols, const std::vector<int64
 // for each row (column) of the long side. REQUIRES: shards >= 1.
 std::vector<int64_t> EvenCuts(int64_t rows, int64_t cols, int64_t shards);
 
+// The part of a block of the matrix that lies in one shard.
+struct ShardPart {
+  int32_t shard = 0;
+  Rect rect;  // in the shard
+};
+
+// The parts of `block` in shard order; together they are the block. `shards` as ShardRects gives
+// them. REQUIRES: a block that is valid for the matrix.
+std::vector<ShardPart> CutAtShards(const Rect& block, const std::vector<Rect>& shards);
+
+// A rectangle of a shard as one of the whole matrix.
+inline Rect InMatrix(const Rect& shard, const Rect& rect) {
+  return {shard.row_begin + rect.row_begin, shard.row_begin + rect.row_end,
+          shard.col_begin + rect.col_begin, shard.col_begin + rect.col_end};
+}
+
 // Whether a matrix under this rule may be cut. Element-wise rules always; spectral ones where whole
 // matrices are orthogonalised in fp32 and nothing but their Gram matrix, and the norms of vectors,
 // is a sum over shards: docs/mathematics.md section 9. INVALID_ARGUMENT with the option that

@@ -36,6 +36,26 @@ TEST(ShardsTest, EvenCutsDifferByAtMostOneAndCoverTheMatrix) {
   }
 }
 
+TEST(ShardsTest, TheCutsOfABlockMakeItUp) {
+  for (const auto& [rows, cols] : std::vector<std::pair<int64_t, int64_t>>{{10, 4}, {4, 10}}) {
+    const std::vector<Rect> shards = ShardRects(rows, cols, {1, 5, 6});
+    for (const Rect& block : {Rect{0, rows, 0, cols}, Rect{0, 2, 0, 2}, Rect{1, 3, 1, 4},
+                              Rect{3, 4, 3, 4}, Rect{rows - 1, rows, cols - 1, cols}}) {
+      std::vector<Rect> cover;
+      int32_t last = -1;
+      for (const ShardPart& part : CutAtShards(block, shards)) {
+        EXPECT_GT(part.shard, last);
+        last = part.shard;
+        EXPECT_TRUE(ValidateRect(part.rect, shards[last].rows(), shards[last].cols()).ok());
+        cover.push_back(InMatrix(shards[last], part.rect));
+        EXPECT_EQ(Intersect(cover.back(), block), cover.back());
+      }
+      EXPECT_TRUE(Gaps(block, cover).empty()) << block.DebugString();
+      EXPECT_TRUE(Overlaps(cover).empty());
+    }
+  }
+}
+
 TEST(ShardsTest, RefusesCutsOutsideTheLongSide) {
   for (const std::vector<int64_t>& at :
        std::vector<std::vector<int64_t>>{{0}, {10}, {11}, {-1}, {3, 3}, {7, 3}}) {

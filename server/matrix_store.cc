@@ -18,7 +18,8 @@ std::string ExplainGradient(const MatrixJob& job, int64_t count) {
     if ((ranks.empty() || ranks.back() != piece.rank) && CountNonfinite(piece) > 0)
       ranks.push_back(piece.rank);
   }
-  const std::string what = absl::StrCat(count, " non-finite gradient elements in ", job.spec->name);
+  const std::string what =
+      absl::StrCat(count, " non-finite gradient elements in ", job.spec->Label());
   if (ranks.empty()) return absl::StrCat(what, ", from sums of finite contributions");
   const bool more = ranks.size() > 16;
   if (more) ranks.resize(16);
@@ -39,8 +40,8 @@ absl::Status RunStepJob(const MatrixJob& job, Stream* stream, DeviceBuffer* work
   if (result->nonfinite_gradient > 0) {
     *explanation = ExplainGradient(job, result->nonfinite_gradient);
   } else if (result->nonfinite_update > 0) {
-    *explanation =
-        absl::StrCat(result->nonfinite_update, " non-finite update elements in ", job.spec->name);
+    *explanation = absl::StrCat(result->nonfinite_update, " non-finite update elements in ",
+                                job.spec->Label());
   }
   return absl::OkStatus();
 }
@@ -79,8 +80,8 @@ absl::StatusOr<std::unique_ptr<MatrixStore>> MatrixStore::Create(int32_t index,
   absl::StatusOr<std::unique_ptr<MatrixRule>> rule =
       MatrixRule::Create(spec->rule, spec->rows, spec->cols, backend.get(), spec->partner_shape);
   if (!rule.ok())
-    return absl::Status(rule.status().code(),
-                        absl::StrCat("parameter \"", spec->name, "\": ", rule.status().message()));
+    return absl::Status(rule.status().code(), absl::StrCat("parameter \"", spec->Label(),
+                                                           "\": ", rule.status().message()));
   store->rule_ = *std::move(rule);
   return store;
 }
@@ -365,7 +366,7 @@ void MatrixStore::Skip(const std::string& reason) {
 
 HashInput MatrixStore::PinForHash() const {
   HashInput input;
-  input.name = spec_->name;
+  input.name = spec_->Label();
   input.state_bytes = state_->bytes();
   if (zeroed_ && input.state_bytes > 0) {
     input.state = state_->data();

@@ -90,6 +90,12 @@ void RunHost::FillStatus(v1::RunStatus* status) const {
     out->set_name(spec.name);
     out->set_rows(spec.rows);
     out->set_cols(spec.cols);
+    if (spec.cut()) {
+      out->set_shard(spec.shard);
+      out->set_shards(spec.shards);
+      out->set_first_row(spec.place.row_begin);
+      out->set_first_col(spec.place.col_begin);
+    }
     out->set_rule(spec.rule.preset);
     out->set_last_kind(figures.last_kind);
     out->set_last_refresh_step(figures.last_refresh_step);

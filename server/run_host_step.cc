@@ -234,7 +234,7 @@ void RunHost::RunAbsorb(const MatrixJob& job, const absl::Status& ready, Stream*
     if (!absorbed.ok()) {
       machine_.OnStateLost(
           absl::Status(absorbed.code(),
-                       absl::StrCat("the state of \"", job.spec->name, "\" after step ",
+                       absl::StrCat("the state of \"", job.spec->Label(), "\" after step ",
                                     job.key.step, " was lost: ", absorbed.message())),
           &turn.actions);
     }

@@ -158,7 +158,7 @@ absl::Status RunHost::CheckChunk(const DataStream& stream, const IncomingChunk& 
     if (piece.count() <= 0 ||
         !CheckedMulAdd(piece.count(), DTypeSize(matrix.push_dtype), &expected)) {
       return absl::InvalidArgumentError(
-          absl::StrCat("a piece of ", piece.count(), " elements of \"", matrix.name, "\""));
+          absl::StrCat("a piece of ", piece.count(), " elements of \"", matrix.Label(), "\""));
     }
   }
   if (expected == chunk.payload_bytes()) return absl::OkStatus();

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/errors.h"
+#include "plan/shards.h"
 #include "server/run_machine.h"
 
 namespace stiefel {
@@ -43,7 +44,8 @@ void RunMachine::MaybeCompute(int32_t matrix, Actions* actions) {
     }
   }
   progress.result.set_matrix(matrix);
-  if (absent) {
+  // Whether all shards are absent is known after they spoke to each other.
+  if (absent && !spec_->matrices()[matrix].computed_together()) {
     progress.state = MatrixProgress::State::kDone;
     progress.result.set_absent(true);
     actions->push_back(action::Publish{matrix});
@@ -65,7 +67,7 @@ void RunMachine::OnComputed(int64_t step, int32_t attempt, int32_t round,
   if (!failure.ok()) {
     const std::string why = absl::StrCat(
         "server ", spec_->opened().servers(spec_->opened().server_index()), " could not compute \"",
-        spec_->matrices()[result.matrix()].name, "\" in step ", step, ": ", failure.message());
+        spec_->matrices()[result.matrix()].Label(), "\" in step ", step, ": ", failure.message());
     if (round == 0) return DropAttempt(why, actions);
     attempt_.vote1 = *attempt_.vote0;
     attempt_.vote1->set_round(1);
@@ -181,8 +183,10 @@ std::string RunMachine::Missing() const {
       if (!spec_->Owns(block.matrix) || !incomplete.empty()) continue;
       for (int32_t p = 0; p < block.parts; ++p) {
         if (part.arrivals.Complete(b, p, block.elements())) continue;
-        incomplete = absl::StrCat("gradient of \"", spec_->matrices()[block.matrix].name, "\" ",
-                                  block.rect.DebugString(), " from rank ", rank);
+        const MatrixSpec& matrix = spec_->matrices()[block.matrix];
+        incomplete =
+            absl::StrCat("gradient of \"", matrix.name, "\" ",
+                         InMatrix(matrix.place, block.rect).DebugString(), " from rank ", rank);
         break;
       }
     }
@@ -245,8 +249,12 @@ void RunMachine::OnRescale(const v1::Rescale& rescale, Actions* actions) {
   for (const int32_t matrix : spec_->owned()) {
     MatrixProgress& progress = attempt_.matrices[matrix];
     if (progress.result.absent()) actions->push_back(action::Publish{matrix});  // as of round 1
-    if (progress.result.absent() || progress.result.nonfinite_gradient() > 0)
-      continue;  // nothing to compute again
+    if (progress.result.absent()) continue;
+    // Nothing to compute again, unless shards that are finite compute it together with this one.
+    if (progress.result.nonfinite_gradient() > 0 &&
+        !spec_->matrices()[matrix].computed_together()) {
+      continue;
+    }
     progress.state = MatrixProgress::State::kWaiting;
   }
   MaybeComputeAll(actions);

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/errors.h"
 #include "common/status.h"
+#include "plan/shards.h"
 #include "server/run_machine.h"
 
 namespace stiefel {
@@ -260,11 +261,12 @@ absl::Status RunMachine::CheckCoverage() const {
     const std::vector<Rect> gaps = Gaps(WholeRect(matrix.rows, matrix.cols), cover[index], 4);
     if (gaps.empty()) continue;
     std::string list;
-    for (const Rect& gap : gaps)
-      absl::StrAppend(&list, list.empty() ? "" : ", ", gap.DebugString());
+    for (const Rect& gap : gaps) {
+      absl::StrAppend(&list, list.empty() ? "" : ", ", InMatrix(matrix.place, gap).DebugString());
+    }
     return absl::FailedPreconditionError(absl::StrCat("nobody pushes ", list, " of \"", matrix.name,
-                                                      "\" (", matrix.rows, " x ", matrix.cols,
-                                                      ")"));
+                                                      "\" (", matrix.whole_rows, " x ",
+                                                      matrix.whole_cols, ")"));
   }
   return absl::OkStatus();
 }
@@ -286,6 +288,7 @@ v1::JoinRunResponse RunMachine::JoinAnswer() const {
   answer.set_update_mode(opened.update_mode());
   *answer.mutable_servers() = opened.servers();
   *answer.mutable_owners() = opened.owners();
+  *answer.mutable_cuts() = opened.cuts();
   *answer.mutable_parameters() = opened.parameters();
   *answer.mutable_phases() = opened.phases();
   *answer.mutable_cuts() = opened.cuts();

@@ -9,6 +9,7 @@
 #include "common/checked_math.h"
 #include "common/errors.h"
 #include "common/status.h"
+#include "plan/shards.h"
 #include "proto/protocol.h"
 #include "proto/rule_convert.h"
 
@@ -17,7 +18,8 @@ namespace {
 
 constexpr int kMaxWorldSize = 1 << 16;
 constexpr int kMaxParameters = 1 << 20;
-constexpr int kMaxBlocks = 1 << 20;
+constexpr size_t kMaxShards = 1 << 20;
+constexpr int64_t kMaxBlocks = 1 << 20;
 constexpr int kMaxParts = 1 << 12;
 
 absl::StatusOr<DType> DTypeOf(v1::DataType wire, const std::string& what) {
@@ -44,8 +46,9 @@ absl::StatusOr<int64_t> Microseconds(double seconds, absl::string_view what) {
 
 absl::StatusOr<MatrixSpec> ResolveParameter(const v1::OpenRunRequest& opened, int32_t index) {
   const v1::Parameter& wire = opened.parameters(index);
-  MatrixSpec matrix;
+  MatrixSpec matrix;  // whole
   matrix.name = wire.name();
+  matrix.parameter = index;
   const std::string what = absl::StrCat("parameter \"", wire.name(), "\"");
   if (wire.name().empty() || wire.name().size() > 1024) {
     return absl::InvalidArgumentError(absl::StrCat("parameter ", index, " has a name of ",
@@ -90,10 +93,23 @@ absl::StatusOr<MatrixSpec> ResolveParameter(const v1::OpenRunRequest& opened, in
     return absl::InvalidArgumentError(absl::StrCat(what, ": phase ", matrix.phase,
                                                    " is not within [0, ", matrix.rule.period, ")"));
   }
-  matrix.owner = opened.owners(index);
-  if (matrix.owner < 0 || matrix.owner >= opened.servers_size())
-    return IndexOutOfRange(absl::StrCat(what, " owner"), matrix.owner, opened.servers_size());
   return matrix;
+}
+
+// By parameter; empty: not cut.
+absl::StatusOr<std::vector<std::vector<int64_t>>> ResolveCuts(const v1::OpenRunRequest& opened) {
+  std::vector<std::vector<int64_t>> cuts(opened.parameters_size());
+  int32_t last = -1;
+  for (const v1::Cuts& wire : opened.cuts()) {
+    if (wire.parameter() <= last || wire.parameter() >= opened.parameters_size()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "cuts of parameter ", wire.parameter(), " after those of ", last, ": they ascend and ",
+          "there are ", opened.parameters_size(), " parameters"));
+    }
+    last = wire.parameter();
+    cuts[last].assign(wire.at().begin(), wire.at().end());
+  }
+  return cuts;
 }
 
 absl::Status CheckHeader(const v1::OpenRunRequest& opened) {
@@ -123,46 +139,12 @@ absl::Status CheckHeader(const v1::OpenRunRequest& opened) {
   if (count < 1 || count > kMaxParameters)
     return absl::InvalidArgumentError(
         absl::StrCat(count, " parameters are not within [1, ", kMaxParameters, "]"));
-  if (opened.phases_size() != count || opened.owners_size() != count) {
-    return absl::InvalidArgumentError(absl::StrCat(count, " parameters, but ", opened.phases_size(),
-                                                   " phases and ", opened.owners_size(),
-                                                   " owners"));
+  if (opened.phases_size() != count) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(count, " parameters, but ", opened.phases_size(), " phases"));
   }
   if (opened.server_index() < 0 || opened.server_index() >= opened.servers_size())
     return IndexOutOfRange("server_index", opened.server_index(), opened.servers_size());
-  return absl::OkStatus();
-}
-
-absl::StatusOr<BlockSpec> ResolveBlock(const std::map<std::string, int32_t>& by_name,
-                                       const std::vector<MatrixSpec>& matrices,
-                                       const std::string& name, const v1::Rectangle& wire) {
-  const auto found = by_name.find(name);
-  if (found == by_name.end()) return UnknownName("parameter", name);
-  BlockSpec block;
-  block.matrix = found->second;
-  block.rect = Rect{wire.row_begin(), wire.row_end(), wire.col_begin(), wire.col_end()};
-  const MatrixSpec& matrix = matrices[block.matrix];
-  if (absl::Status valid = ValidateRect(block.rect, matrix.rows, matrix.cols); !valid.ok()) {
-    return absl::Status(valid.code(), absl::StrCat("block of \"", name, "\": ", valid.message()));
-  }
-  return block;
-}
-
-// One rank may push an element twice only under two reduce groups: otherwise a summand would hide
-// in a mean.
-absl::Status CheckOverlaps(const std::vector<BlockSpec>& blocks,
-                           const std::vector<MatrixSpec>& matrices) {
-  std::map<std::pair<int32_t, int32_t>, std::vector<Rect>> rects;
-  for (const BlockSpec& block : blocks)
-    rects[{block.matrix, block.reduce_group}].push_back(block.rect);
-  for (const auto& [key, list] : rects) {
-    const std::vector<Overlap> overlaps = Overlaps(list, 1);
-    if (overlaps.empty()) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("push blocks ", list[overlaps[0].first].DebugString(), " and ",
-                     list[overlaps[0].second].DebugString(), " of \"", matrices[key.first].name,
-                     "\" share ", overlaps[0].common.DebugString(), " under one reduce group"));
-  }
   return absl::OkStatus();
 }
 
@@ -173,13 +155,27 @@ absl::StatusOr<std::shared_ptr<const RunSpec>> RunSpec::Create(const v1::OpenRun
   STIEFEL_RETURN_IF_ERROR(CheckMovesIn(opened));
   auto spec = std::shared_ptr<RunSpec>(new RunSpec);
   spec->opened_ = opened;
+  STIEFEL_ASSIGN_OR_RETURN(const auto cuts, ResolveCuts(opened));
   for (int32_t i = 0; i < opened.parameters_size(); ++i) {
-    STIEFEL_ASSIGN_OR_RETURN(MatrixSpec matrix, ResolveParameter(opened, i));
-    if (!spec->by_name_.emplace(matrix.name, i).second)
-      return DuplicateName("parameter", matrix.name);
-    if (matrix.owner == opened.server_index()) spec->owned_.push_back(i);
-    spec->groups_.insert(matrix.group);
-    spec->matrices_.push_back(std::move(matrix));
+    STIEFEL_ASSIGN_OR_RETURN(const MatrixSpec whole, ResolveParameter(opened, i));
+    if (!spec->by_name_.emplace(whole.name, i).second)
+      return DuplicateName("parameter", whole.name);
+    spec->groups_.insert(whole.group);
+    STIEFEL_RETURN_IF_ERROR(spec->AddShards(whole, cuts[i]));
+  }
+  if (opened.owners_size() != static_cast<int64_t>(spec->matrices_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(opened.parameters_size(), " parameters are cut into ", spec->matrices_.size(),
+                     " shards, but there are ", opened.owners_size(), " owners"));
+  }
+  for (int32_t i = 0; i < opened.owners_size(); ++i) {
+    MatrixSpec& shard = spec->matrices_[i];
+    shard.owner = opened.owners(i);
+    if (shard.owner < 0 || shard.owner >= opened.servers_size()) {
+      return IndexOutOfRange(absl::StrCat("parameter \"", shard.Label(), "\" owner"), shard.owner,
+                             opened.servers_size());
+    }
+    if (shard.owner == opened.server_index()) spec->owned_.push_back(i);
   }
   for (int32_t i = 0; i < opened.parameters_size(); ++i) {
     STIEFEL_RETURN_IF_ERROR(spec->ResolvePair(i));
@@ -198,8 +194,36 @@ absl::StatusOr<std::shared_ptr<const RunSpec>> RunSpec::Create(const v1::OpenRun
   return std::shared_ptr<const RunSpec>(std::move(spec));
 }
 
-absl::Status RunSpec::ResolvePair(int32_t index) {
-  MatrixSpec& matrix = matrices_[index];
+absl::Status RunSpec::AddShards(const MatrixSpec& whole, const std::vector<int64_t>& cuts) {
+  if (!cuts.empty()) {
+    absl::Status valid = ValidateCuts(whole.rows, whole.cols, cuts);
+    valid.Update(ValidateSharding(whole.rule, whole.rows, whole.cols));
+    if (!valid.ok()) {
+      return absl::Status(valid.code(),
+                          absl::StrCat("parameter \"", whole.name, "\": ", valid.message()));
+    }
+  }
+  first_shard_.push_back(static_cast<int32_t>(matrices_.size()));
+  places_.push_back(ShardRects(whole.rows, whole.cols, cuts));
+  for (const Rect& place : places_.back()) {
+    MatrixSpec shard = whole;
+    shard.shard = static_cast<int32_t>(matrices_.size()) - first_shard_.back();
+    shard.shards = static_cast<int32_t>(places_.back().size());
+    shard.place = place;
+    shard.whole_rows = whole.rows;
+    shard.whole_cols = whole.cols;
+    shard.rows = place.rows();
+    shard.cols = place.cols();
+    matrices_.push_back(std::move(shard));
+  }
+  if (matrices_.size() <= kMaxShards) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("parameter \"", whole.name, "\": more than ", kMaxShards, " shards"));
+}
+
+// Factors are never cut: each has one shard.
+absl::Status RunSpec::ResolvePair(int32_t parameter) {
+  MatrixSpec& matrix = matrices_[first_shard_[parameter]];
   if (matrix.rule.family != RuleFamily::kPolora) return absl::OkStatus();
   const auto found = by_name_.find(matrix.rule.pair);
   if (found == by_name_.end()) {
@@ -207,7 +231,8 @@ absl::Status RunSpec::ResolvePair(int32_t index) {
                                                    "\": its other factor \"", matrix.rule.pair,
                                                    "\" is not a parameter of the run"));
   }
-  const MatrixSpec& other = matrices_[found->second];
+  const int32_t partner = first_shard_[found->second];
+  const MatrixSpec& other = matrices_[partner];
   STIEFEL_RETURN_IF_ERROR(ValidatePair(matrix.name, matrix.rule, matrix.rows, matrix.cols,
                                        other.name, other.rule, other.rows, other.cols));
   if (other.owner != matrix.owner) {
@@ -218,9 +243,56 @@ absl::Status RunSpec::ResolvePair(int32_t index) {
         "the factors \"", matrix.name, "\" and \"", other.name, "\" are placed on ",
         server(matrix.owner), " and ", server(other.owner), "; a pair belongs on one server"));
   }
-  matrix.partner = found->second;
+  matrix.partner = partner;
   matrix.partner_shape.emplace(other.rows, other.cols);
   return absl::OkStatus();
+}
+
+// Whole, as it was named: `matrix` is the parameter.
+absl::StatusOr<BlockSpec> RunSpec::ResolveBlock(const std::string& name,
+                                                const v1::Rectangle& wire) const {
+  const auto found = by_name_.find(name);
+  if (found == by_name_.end()) return UnknownName("parameter", name);
+  BlockSpec block;
+  block.matrix = found->second;
+  block.rect = Rect{wire.row_begin(), wire.row_end(), wire.col_begin(), wire.col_end()};
+  const MatrixSpec& any = matrices_[first_shard_[block.matrix]];
+  if (absl::Status valid = ValidateRect(block.rect, any.whole_rows, any.whole_cols); !valid.ok()) {
+    return absl::Status(valid.code(), absl::StrCat("block of \"", name, "\": ", valid.message()));
+  }
+  return block;
+}
+
+// One rank may push an element twice only under two reduce groups: otherwise a summand would hide
+// in a mean. Of blocks before they are cut.
+absl::Status RunSpec::CheckOverlaps(const std::vector<BlockSpec>& blocks) const {
+  std::map<std::pair<int32_t, int32_t>, std::vector<Rect>> rects;
+  for (const BlockSpec& block : blocks)
+    rects[{block.matrix, block.reduce_group}].push_back(block.rect);
+  for (const auto& [key, list] : rects) {
+    const std::vector<Overlap> overlaps = Overlaps(list, 1);
+    if (overlaps.empty()) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "push blocks ", list[overlaps[0].first].DebugString(), " and ",
+        list[overlaps[0].second].DebugString(), " of \"", matrices_[first_shard_[key.first]].name,
+        "\" share ", overlaps[0].common.DebugString(), " under one reduce group"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<BlockSpec>> RunSpec::Cut(const std::vector<BlockSpec>& blocks) const {
+  std::vector<BlockSpec> cut;
+  for (const BlockSpec& block : blocks) {
+    for (const ShardPart& part : CutAtShards(block.rect, places_[block.matrix])) {
+      cut.push_back(block);
+      cut.back().matrix = first_shard_[block.matrix] + part.shard;
+      cut.back().rect = part.rect;
+    }
+    if (static_cast<int64_t>(cut.size()) <= kMaxBlocks) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(blocks.size(), " blocks, cut at shards, are more than ", kMaxBlocks));
+  }
+  return cut;
 }
 
 absl::StatusOr<std::vector<BlockSpec>> RunSpec::ResolvePush(
@@ -230,8 +302,7 @@ absl::StatusOr<std::vector<BlockSpec>> RunSpec::ResolvePush(
         absl::StrCat(request.push_size(), " push blocks are more than ", kMaxBlocks));
   std::vector<BlockSpec> blocks;
   for (const v1::PushBlock& wire : request.push()) {
-    STIEFEL_ASSIGN_OR_RETURN(BlockSpec block,
-                             ResolveBlock(by_name_, matrices_, wire.parameter(), wire.rect()));
+    STIEFEL_ASSIGN_OR_RETURN(BlockSpec block, ResolveBlock(wire.parameter(), wire.rect()));
     if (wire.has_reduce_group()) {
       if (wire.reduce_group() < 0)
         return absl::InvalidArgumentError(absl::StrCat(
@@ -244,8 +315,8 @@ absl::StatusOr<std::vector<BlockSpec>> RunSpec::ResolvePush(
                                                      block.parts, " parts, not 1..", kMaxParts));
     blocks.push_back(block);
   }
-  STIEFEL_RETURN_IF_ERROR(CheckOverlaps(blocks, matrices_));
-  return blocks;
+  STIEFEL_RETURN_IF_ERROR(CheckOverlaps(blocks));
+  return Cut(blocks);
 }
 
 absl::StatusOr<std::vector<BlockSpec>> RunSpec::ResolvePull(
@@ -255,11 +326,10 @@ absl::StatusOr<std::vector<BlockSpec>> RunSpec::ResolvePull(
         absl::StrCat(request.pull_size(), " pull blocks are more than ", kMaxBlocks));
   std::vector<BlockSpec> blocks;
   for (const v1::PullBlock& wire : request.pull()) {
-    STIEFEL_ASSIGN_OR_RETURN(BlockSpec block,
-                             ResolveBlock(by_name_, matrices_, wire.parameter(), wire.rect()));
+    STIEFEL_ASSIGN_OR_RETURN(const BlockSpec block, ResolveBlock(wire.parameter(), wire.rect()));
     blocks.push_back(block);
   }
-  return blocks;
+  return Cut(blocks);
 }
 
 absl::Status RunSpec::CheckParameters(const v1::JoinRunRequest& request) const {

@@ -100,6 +100,93 @@ TEST(RunSpec, RefusesWhatIsWrongWithTheNumbersInTheMessage) {
   }
 }
 
+// m0 is 6 x 4 cut before rows 2 and 5, m1 1 x 4 whole, m2 2 x 8 cut before column 3; shards on
+// servers 0, 1, 2, 1, 0, 1.
+v1::OpenRunRequest OpenCut(int32_t server) {
+  RunShape shape;
+  shape.servers = 3;
+  shape.matrices = 3;
+  v1::OpenRunRequest request = OpenRequest(shape, server);
+  request.mutable_parameters(0)->set_shape(0, 6);
+  request.mutable_parameters(2)->set_shape(0, 2);
+  request.mutable_parameters(2)->set_shape(1, 8);
+  request.clear_owners();
+  for (const int32_t owner : {0, 1, 2, 1, 0, 1}) request.add_owners(owner);
+  v1::Cuts* cuts = request.add_cuts();
+  cuts->set_parameter(0);
+  cuts->add_at(2);
+  cuts->add_at(5);
+  cuts = request.add_cuts();
+  cuts->set_parameter(2);
+  cuts->add_at(3);
+  return request;
+}
+
+TEST(RunSpec, ShardsAreNumberedOverTheRun) {
+  const auto spec = RunSpec::Create(OpenCut(1));
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  const std::vector<MatrixSpec>& shards = (*spec)->matrices();
+  ASSERT_EQ(shards.size(), 6u);
+  EXPECT_EQ((*spec)->owned(), (std::vector<int32_t>{1, 3, 5}));
+  EXPECT_EQ(shards[1].Label(), "m0 [2:5, 0:4]");
+  EXPECT_EQ(shards[1].rows, 3);
+  EXPECT_EQ(shards[1].whole_rows, 6);
+  EXPECT_EQ(shards[2].shard, 2);
+  EXPECT_EQ(shards[3].Label(), "m1");
+  EXPECT_FALSE(shards[3].cut());
+  EXPECT_EQ(shards[5].parameter, 2);
+  EXPECT_EQ(shards[5].place, (Rect{0, 2, 3, 8}));
+  EXPECT_EQ(shards[5].cols, 5);
+}
+
+TEST(RunSpec, BlocksThatCrossShardsAreCut) {
+  const auto spec = *RunSpec::Create(OpenCut(0));
+  v1::JoinRunRequest request;
+  v1::PushBlock* push = request.add_push();
+  push->set_parameter("m0");
+  push->mutable_rect()->set_row_begin(1);
+  push->mutable_rect()->set_row_end(6);
+  push->mutable_rect()->set_col_end(3);
+  push->set_parts(2);
+  push->set_reduce_group(7);
+  v1::PullBlock* pull = request.add_pull();
+  pull->set_parameter("m2");
+  pull->mutable_rect()->set_row_end(2);
+  pull->mutable_rect()->set_col_begin(2);
+  pull->mutable_rect()->set_col_end(8);
+  EXPECT_EQ(*spec->ResolvePush(request),
+            (std::vector<BlockSpec>{
+                {0, {1, 2, 0, 3}, 7, 2}, {1, {0, 3, 0, 3}, 7, 2}, {2, {0, 1, 0, 3}, 7, 2}}));
+  EXPECT_EQ(*spec->ResolvePull(request),
+            (std::vector<BlockSpec>{{4, {0, 2, 2, 3}, -1, 1}, {5, {0, 2, 0, 5}, -1, 1}}));
+  // An overlap is found, and named, before the blocks are cut.
+  *request.add_push() = request.push(0);
+  const absl::Status overlap = spec->ResolvePush(request).status();
+  EXPECT_NE(overlap.message().find("[1:6, 0:3]"), std::string::npos) << overlap;
+}
+
+TEST(RunSpec, RefusesCutsThatAreNone) {
+  const auto refused = [](const std::function<void(v1::OpenRunRequest*)>& change) {
+    v1::OpenRunRequest request = OpenCut(0);
+    change(&request);
+    const absl::Status status = RunSpec::Create(request).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status) || absl::IsOutOfRange(status)) << status;
+    return std::string(status.message());
+  };
+  const auto has = [](const std::string& message, const std::vector<std::string>& parts) {
+    for (const std::string& part : parts)
+      EXPECT_NE(message.find(part), std::string::npos) << part << " is not in: " << message;
+  };
+  has(refused([](auto* r) { r->mutable_cuts(0)->set_at(1, 6); }), {"m0", "6 x 4", "6"});
+  has(refused([](auto* r) { r->mutable_cuts(1)->set_at(0, 0); }), {"m2", "2 x 8"});
+  has(refused([](auto* r) { r->mutable_cuts(1)->set_parameter(0); }), {"0 after those of 0"});
+  has(refused([](auto* r) { r->mutable_cuts(1)->set_parameter(3); }), {"3 parameters"});
+  has(refused([](auto* r) { r->mutable_owners()->RemoveLast(); }), {"6 shards", "5 owners"});
+  has(refused([](auto* r) { r->set_owners(1, 3); }), {"m0 [2:5, 0:4]", "3"});
+  has(refused([](auto* r) { r->mutable_parameters(0)->mutable_rule()->set_preset("normuon"); }),
+      {"m0", "row variance"});
+}
+
 TEST(RunSpec, PairsFindEachOther) {
   const auto spec = RunSpec::Create(OpenPair());
   ASSERT_TRUE(spec.ok()) << spec.status();

@@ -63,12 +63,12 @@ absl::Status WeightsInit::Check(const IncomingChunk& chunk) const {
                              static_cast<int64_t>(spec_->matrices().size()));
     const MatrixSpec& matrix = spec_->matrices()[piece.block()];
     if (!spec_->Owns(piece.block()))
-      return absl::InvalidArgumentError(absl::StrCat("\"", matrix.name, "\" is owned by server ",
+      return absl::InvalidArgumentError(absl::StrCat("\"", matrix.Label(), "\" is owned by server ",
                                                      matrix.owner, ", not by server ",
                                                      spec_->opened().server_index()));
     const Rect rect = RectOf(piece.rect());
     if (absl::Status valid = ValidateRect(rect, matrix.rows, matrix.cols); !valid.ok())
-      return absl::Status(valid.code(), absl::StrCat("initial weights of \"", matrix.name,
+      return absl::Status(valid.code(), absl::StrCat("initial weights of \"", matrix.Label(),
                                                      "\": ", valid.message()));
     if (piece.count() != rect.Area())
       return SizeMismatch(absl::StrCat("count of a piece of \"", matrix.name, "\""), piece.count(),
@@ -103,8 +103,9 @@ absl::Status WeightsInit::Place(int32_t index, const Rect& rect, const float* va
       int64_t i = 0;
       while (std::memcmp(held + i, sent + i, sizeof(float)) == 0) ++i;
       return absl::AlreadyExistsError(absl::StrCat(
-          "initial weight [", row, ", ", common.col_begin + i, "] of \"", matrix.name, "\" is ",
-          held[i], " and was sent again as ", sent[i], "; copies must be equal"));
+          "initial weight [", matrix.place.row_begin + row, ", ",
+          matrix.place.col_begin + common.col_begin + i, "] of \"", matrix.name, "\" is ", held[i],
+          " and was sent again as ", sent[i], "; copies must be equal"));
     }
   }
   if (target->complete) return absl::OkStatus();
