@@ -20,8 +20,9 @@ absl::StatusOr<MemoryTally> Tally(const RunSpec& spec, const std::map<int32_t, i
   MemoryTally tally(options);
   for (const int32_t index : spec.owned()) {
     const MatrixSpec& matrix = spec.matrices()[index];
-    PlanMatrix plan{matrix.name, matrix.rows,       matrix.cols,
-                    matrix.rule, matrix.push_dtype, matrix.pull_dtype};
+    PlanMatrix plan = ShardOfMatrix({matrix.name, matrix.whole_rows, matrix.whole_cols, matrix.rule,
+                                     matrix.push_dtype, matrix.pull_dtype},
+                                    matrix.place, matrix.shards);
     if (matrix.partner_shape)
       plan.partner_elements =
           SaturatingMul(matrix.partner_shape->first, matrix.partner_shape->second);
@@ -43,7 +44,7 @@ absl::Status Refusal(const RunSpec& spec, const MemoryTally& tally, Staging stag
       spec.opened().server_index(), ", the limit is ", limit, " (staging ",
       std::string(StagingName(staging)), ": state ", parts.state, ", staged ", parts.staged,
       ", weights ", parts.weights, ", pushed ", parts.push, ", sent ", parts.pull, ", workspace ",
-      parts.workspace, ", streams ", tally.StreamBytes(), ")"));
+      parts.workspace, ", held by shards ", parts.held, ", streams ", tally.StreamBytes(), ")"));
 }
 
 }  // namespace

@@ -47,11 +47,20 @@ void Configure(const ServerOptions& options, grpc::ServerBuilder* builder) {
 absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(ServerOptions options,
                                                               const Clock& clock) {
   std::unique_ptr<GrpcServer> server(new GrpcServer(clock));
-  STIEFEL_ASSIGN_OR_RETURN(server->core_, OptimizerServer::Create(std::move(options), &clock));
+  server->peers_ = std::make_unique<GrpcPeerTransport>(grpc::InsecureChannelCredentials());
+  STIEFEL_ASSIGN_OR_RETURN(
+      server->core_, OptimizerServer::Create(std::move(options), &clock, server->peers_.get()));
   server->streams_ = std::make_unique<StreamRegistry>(server->core_->options().max_streams);
   server->optimizer_ =
       std::make_unique<OptimizerService>(server->core_.get(), server->streams_.get(), &clock);
   server->status_ = std::make_unique<StatusService>(server->core_.get(), &clock);
+  server->peer_service_ = std::make_unique<PeerService>(
+      [core =
+           server->core_.get()](uint64_t run_uid) -> absl::StatusOr<std::shared_ptr<PeerHandler>> {
+        STIEFEL_ASSIGN_OR_RETURN(std::shared_ptr<RunHost> run, core->FindRun(run_uid));
+        return std::shared_ptr<PeerHandler>(std::move(run));
+      },
+      server->core_->options().max_streams);
   STIEFEL_RETURN_IF_ERROR(server->Listen());
   server->timer_ = std::thread([self = server.get()] { self->Loop(); });
   return server;
@@ -76,6 +85,7 @@ absl::Status GrpcServer::Listen() {
                            grpc::InsecureServerCredentials(), &port_);
   builder.RegisterService(optimizer_.get());
   builder.RegisterService(status_.get());
+  builder.RegisterService(peer_service_.get());
   server_ = builder.BuildAndStart();
   if (server_ == nullptr || port_ == 0)
     return absl::UnavailableError(absl::StrCat("cannot listen on ", options.listen));
@@ -133,6 +143,7 @@ void GrpcServer::ShutdownWithin(double grace_seconds) {
   core_->Disconnect(stop);
   streams_->EndAll(stop);
   status_->EndAll();
+  peer_service_->EndAll(stop);
   // Open calls get a moment to take their status, then are cancelled (CASES E10).
   server_->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(500));
   server_->Wait();

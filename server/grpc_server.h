@@ -12,8 +12,10 @@
 #include "absl/status/statusor.h"
 #include "common/clock.h"
 #include "common/mutex.h"
+#include "server/grpc_peer_transport.h"
 #include "server/optimizer_server.h"
 #include "server/options.h"
+#include "server/peer_service.h"
 #include "server/service.h"
 #include "server/status_service.h"
 #include "server/stream_registry.h"
@@ -50,10 +52,12 @@ class GrpcServer {
   const Clock& clock_;
   std::string address_;
   int port_ = 0;
+  std::unique_ptr<GrpcPeerTransport> peers_;
   std::unique_ptr<OptimizerServer> core_;
   std::unique_ptr<StreamRegistry> streams_;
   std::unique_ptr<OptimizerService> optimizer_;
   std::unique_ptr<StatusService> status_;
+  std::unique_ptr<PeerService> peer_service_;
   std::unique_ptr<grpc::Server> server_;
   std::thread timer_;
 

@@ -27,27 +27,51 @@ std::string ExplainGradient(const MatrixJob& job, int64_t count) {
                       absl::StrJoin(ranks, ", "), more ? " and others" : "");
 }
 
+void Explain(const MatrixJob& job, JobEnd* end) {
+  if (end->result.nonfinite_gradient > 0) {
+    end->explanation = ExplainGradient(job, end->result.nonfinite_gradient);
+  } else if (end->result.nonfinite_update > 0) {
+    end->explanation = absl::StrCat(end->result.nonfinite_update, " non-finite update elements in ",
+                                    job.spec->Label());
+  }
+}
+
 }  // namespace
 
 absl::Status RunStepJob(const MatrixJob& job, Stream* stream, DeviceBuffer* workspace,
-                        StepResult* result, std::string* explanation) {
+                        JobEnd* end) {
   if (job.zero_elements != nullptr) stream->Zero(job.zero_elements, job.elementwise_bytes);
   const absl::Status enqueued =
-      job.rule->Compute(stream, job.gradient, job.args, job.buffers, workspace, result);
+      job.rule->Compute(stream, job.gradient, job.args, job.buffers, workspace, &end->result);
   const absl::Status computed = stream->Synchronize();
   STIEFEL_RETURN_IF_ERROR(enqueued);
   STIEFEL_RETURN_IF_ERROR(computed);
-  if (result->nonfinite_gradient > 0) {
-    *explanation = ExplainGradient(job, result->nonfinite_gradient);
-  } else if (result->nonfinite_update > 0) {
-    *explanation = absl::StrCat(result->nonfinite_update, " non-finite update elements in ",
-                                job.spec->Label());
+  Explain(job, end);
+  return absl::OkStatus();
+}
+
+absl::Status RunStageJob(const MatrixJob& job, Stream* stream, std::unique_ptr<ShardedStep>* step,
+                         JobEnd* end) {
+  if (*step == nullptr) {
+    if (job.zero_elements != nullptr) stream->Zero(job.zero_elements, job.elementwise_bytes);
+    STIEFEL_ASSIGN_OR_RETURN(
+        *step, job.sharded->Begin(job.gradient, job.args, job.buffers, job.held, &end->result));
   }
+  const absl::Status enqueued = (*step)->RunStage(stream);
+  const absl::Status computed = stream->Synchronize();
+  STIEFEL_RETURN_IF_ERROR(enqueued);
+  STIEFEL_RETURN_IF_ERROR(computed);
+  if ((*step)->next()) return absl::OkStatus();
+  end->written = (*step)->outcome() == ShardedStep::Outcome::kComputed;
+  end->absent = (*step)->outcome() == ShardedStep::Outcome::kAbsent;
+  Explain(job, end);
   return absl::OkStatus();
 }
 
 absl::Status RunAbsorbJob(const MatrixJob& job, Stream* stream) {
-  const absl::Status enqueued = job.rule->Absorb(stream, job.gradient, job.args, job.state);
+  const absl::Status enqueued =
+      job.sharded == nullptr ? job.rule->Absorb(stream, job.gradient, job.args, job.state)
+                             : job.sharded->Absorb(stream, job.gradient, job.args, job.state);
   const absl::Status computed = stream->Synchronize();
   return enqueued.ok() ? computed : enqueued;
 }
@@ -77,18 +101,28 @@ absl::StatusOr<std::unique_ptr<MatrixStore>> MatrixStore::Create(int32_t index,
                                                                  bool weights_mode,
                                                                  std::shared_ptr<Backend> backend) {
   std::unique_ptr<MatrixStore> store(new MatrixStore(index, spec, weights_mode, backend));
+  const auto named = [spec](const absl::Status& status) {
+    return absl::Status(status.code(),
+                        absl::StrCat("parameter \"", spec->Label(), "\": ", status.message()));
+  };
+  if (spec->computed_together()) {
+    const ShardOf shard{spec->whole_rows, spec->whole_cols, spec->shard, spec->cuts};
+    absl::StatusOr<std::unique_ptr<ShardedRule>> rule =
+        ShardedRule::Create(spec->rule, shard, backend.get());
+    if (!rule.ok()) return named(rule.status());
+    store->sharded_ = *std::move(rule);
+    return store;
+  }
   absl::StatusOr<std::unique_ptr<MatrixRule>> rule =
       MatrixRule::Create(spec->rule, spec->rows, spec->cols, backend.get(), spec->partner_shape);
-  if (!rule.ok())
-    return absl::Status(rule.status().code(), absl::StrCat("parameter \"", spec->Label(),
-                                                           "\": ", rule.status().message()));
+  if (!rule.ok()) return named(rule.status());
   store->rule_ = *std::move(rule);
   return store;
 }
 
 int64_t MatrixStore::StateBytes(bool elementwise) const {
   int64_t bytes = 0;
-  for (const StateBuffer& buffer : rule_->State()) {
+  for (const StateBuffer& buffer : State()) {
     if (buffer.elementwise == elementwise)
       bytes += static_cast<int64_t>(sizeof(float)) * buffer.rows * buffer.cols;
   }
@@ -113,8 +147,15 @@ absl::Status MatrixStore::AllocateState(const std::vector<MatrixStore*>& stores,
   }
   STIEFEL_ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, backend->CreateStream());
   STIEFEL_ASSIGN_OR_RETURN(auto buffers, AllocateTogether(backend, sizes));
+  std::vector<DeviceBuffer> held(stores.size());
+  for (size_t i = 0; i < stores.size(); ++i) {
+    if (stores[i]->sharded_ == nullptr) continue;
+    STIEFEL_ASSIGN_OR_RETURN(held[i], backend->Allocate(stores[i]->sharded_->WorkspaceBytes()));
+  }
   auto next = buffers.begin();
+  auto next_held = held.begin();
   for (MatrixStore* store : stores) {
+    store->held_ = std::move(*next_held++);
     store->state_ = *next++;
     store->small_state_ = *next++;
     store->weights_ = *next++;
@@ -183,7 +224,7 @@ std::vector<float*> MatrixStore::StatePointers(const SharedBuffer* elementwise,
   float* next[2] = {small == nullptr ? nullptr : small->floats(),
                     elementwise == nullptr ? nullptr : elementwise->floats()};
   std::vector<float*> pointers;
-  for (const StateBuffer& buffer : rule_->State()) {
+  for (const StateBuffer& buffer : State()) {
     float*& here = next[buffer.elementwise];
     pointers.push_back(here);
     if (here != nullptr) here += buffer.rows * buffer.cols;
@@ -266,6 +307,8 @@ absl::StatusOr<MatrixJob> MatrixStore::BeginJob(const StepKey& key, const Attemp
   job.key = key;
   job.spec = spec_;
   job.rule = rule_.get();
+  job.sharded = sharded_.get();
+  if (sharded_ != nullptr) job.held = &held_;
   job.gradient = View(attempt);
   job.args = Args(key, attempt, scale);
   job.state = StatePointers(state_.get(), small_state_.get());
@@ -299,13 +342,13 @@ absl::StatusOr<MatrixJob> MatrixStore::BeginJob(const StepKey& key, const Attemp
   return job;
 }
 
-void MatrixStore::FinishJob(const MatrixJob& job, const StepResult& result,
-                            const std::string& explanation, int64_t micros) {
+void MatrixStore::FinishJob(const MatrixJob& job, const JobEnd& end) {
   zeroed_ = true;
-  figures_.compute_micros += micros;
-  staged_step_ = Staged{job, result, explanation};
+  figures_.compute_micros += end.micros;
+  staged_step_ = Staged{job, end};
   staged_step_->job.pins.clear();
-  const bool finite = result.nonfinite_gradient == 0 && result.nonfinite_update == 0;
+  const bool finite =
+      end.written && end.result.nonfinite_gradient == 0 && end.result.nonfinite_update == 0;
   update_ = MatrixUpdate{job.key, false, nullptr};
   if (finite) update_->buffer = sends_staged_weights() ? staged_weights_ : payload_;
 }
@@ -338,15 +381,15 @@ std::optional<MatrixJob> MatrixStore::Commit(int64_t step) {
 
   ++figures_.commits;
   figures_.last_kind = KindName(spec_->rule, staged.job.args.kind);
-  figures_.update_rms = staged.result.update_rms;
-  if (staged.result.newton_schulz) {
+  const StepResult& result = staged.end.result;
+  figures_.update_rms = result.update_rms;
+  if (result.newton_schulz) {
     ++figures_.refreshes;
     figures_.last_refresh_step = step;
-    if (staged.result.residual != StepResult::kNotMeasured)
-      figures_.residual = staged.result.residual;
+    if (result.residual != StepResult::kNotMeasured) figures_.residual = result.residual;
   }
-  if (staged.result.row_wise_spectral != StepResult::kNotMeasured)
-    figures_.row_wise_spectral = staged.result.row_wise_spectral;
+  if (result.row_wise_spectral != StepResult::kNotMeasured)
+    figures_.row_wise_spectral = result.row_wise_spectral;
   return absorb;
 }
 
@@ -359,7 +402,7 @@ void MatrixStore::Skip(const std::string& reason) {
   if (staged_step_) {  // an absent matrix has nothing to skip
     ++figures_.skips;
     figures_.last_skip_reason =
-        staged_step_->explanation.empty() ? reason : staged_step_->explanation;
+        staged_step_->end.explanation.empty() ? reason : staged_step_->end.explanation;
   }
   Discard();
 }

@@ -5,6 +5,8 @@
 //     -> Commit (double staging and weights: pointers are swapped) [-> engine: RunAbsorbJob]
 //     or Discard
 //
+// Where shards are computed together RunStageJob takes the place of RunStepJob, again and again.
+//
 // The object is guarded by its host's lock; the two Run* functions are called without it and touch
 // only the memory that the job names.
 #ifndef STIEFEL_SERVER_MATRIX_STORE_H_
@@ -21,6 +23,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
 #include "kernels/rules/matrix_rule.h"
+#include "kernels/rules/sharded_rule.h"
 #include "plan/memory.h"
 #include "server/run_machine.h"
 #include "server/run_spec.h"
@@ -45,7 +48,9 @@ struct StepKey {
 struct MatrixJob {
   StepKey key;
   const MatrixSpec* spec = nullptr;
-  MatrixRule* rule = nullptr;
+  MatrixRule* rule = nullptr;  // one of these two
+  ShardedRule* sharded = nullptr;
+  DeviceBuffer* held = nullptr;  // the shard's own workspace, with `sharded`
   GradientView gradient;
   StepArgs args;
   StepBuffers buffers;
@@ -59,9 +64,21 @@ struct MatrixJob {
 // What a step of this kind is called: "refresh", "row_wise", "tiled", "element_wise".
 const char* KindName(const Rule& rule, StepKind kind);
 
-// On the engine. Fills result and, where something is not finite, says what and whose.
-absl::Status RunStepJob(const MatrixJob& job, Stream* stream, DeviceBuffer* workspace,
-                        StepResult* result, std::string* explanation);
+// What a computation came to.
+struct JobEnd {
+  StepResult result;
+  std::string explanation;  // what is not finite, and whose
+  bool written = true;      // the outputs hold something
+  bool absent = false;      // no shard had a gradient
+  int64_t micros = 0;
+};
+
+// On the engine.
+absl::Status RunStepJob(const MatrixJob& job, Stream* stream, DeviceBuffer* workspace, JobEnd* end);
+// The next stage of a job with `sharded`: the first makes `step`. After the last, which has no
+// step->next(), `end` is filled. `end` stays where it is from the first stage on.
+absl::Status RunStageJob(const MatrixJob& job, Stream* stream, std::unique_ptr<ShardedStep>* step,
+                         JobEnd* end);
 absl::Status RunAbsorbJob(const MatrixJob& job, Stream* stream);
 
 // The gradient of one push block: `parts` regions one after the other.
@@ -126,7 +143,8 @@ uint64_t HashMatrix(const HashInput& input);
 
 class MatrixStore {
  public:
-  // INVALID_ARGUMENT as MatrixRule::Create. `spec` and the backend outlive the store.
+  // INVALID_ARGUMENT as MatrixRule::Create and ShardedRule::Create. `spec` and the backend outlive
+  // the store.
   static absl::StatusOr<std::unique_ptr<MatrixStore>> Create(int32_t index, const MatrixSpec* spec,
                                                              bool weights_mode,
                                                              std::shared_ptr<Backend> backend);
@@ -142,8 +160,11 @@ class MatrixStore {
 
   int32_t index() const { return index_; }
   const MatrixSpec& spec() const { return *spec_; }
-  int64_t WorkspaceBytes() const { return rule_->WorkspaceBytes(); }
-  const std::string& Method() const { return rule_->Method(); }
+  // What its jobs need of the engine.
+  int64_t WorkspaceBytes() const { return rule_ == nullptr ? 0 : rule_->WorkspaceBytes(); }
+  const std::string& Method() const {
+    return rule_ == nullptr ? sharded_->Method() : rule_->Method();
+  }
   const MatrixFigures& figures() const { return figures_; }
   const std::optional<MatrixUpdate>& update() const { return update_; }
   const std::shared_ptr<SharedBuffer>& weights() const { return weights_; }
@@ -163,9 +184,8 @@ class MatrixStore {
   // RESOURCE_EXHAUSTED: a reader holds a buffer and there is no memory for another.
   absl::StatusOr<MatrixJob> BeginJob(const StepKey& key, const Attempt& attempt, double scale,
                                      const MatrixStore* partner = nullptr);
-  // It ended (the result may be not finite: `explanation` then says what and whose): stages it.
-  void FinishJob(const MatrixJob& job, const StepResult& result, const std::string& explanation,
-                 int64_t micros);
+  // It ended (the result may be not finite): stages it. REQUIRES: not end.absent.
+  void FinishJob(const MatrixJob& job, const JobEnd& end);
   void SetAbsent(const StepKey& key);
 
   // The staged step was decided. Returns the job that takes the gradient in, for lazy staging;
@@ -205,6 +225,9 @@ class MatrixStore {
       : index_(index), weights_mode_(weights_mode), backend_(std::move(backend)), spec_(spec) {}
 
   bool sends_staged_weights() const { return weights_mode_ && spec_->pull_dtype == DType::kFp32; }
+  const std::vector<StateBuffer>& State() const {
+    return rule_ == nullptr ? sharded_->State() : rule_->State();
+  }
   int64_t StateBytes(bool elementwise) const;
   int64_t WeightBytes() const;
   int64_t PayloadBytes() const;
@@ -225,8 +248,10 @@ class MatrixStore {
   const int32_t index_;
   const bool weights_mode_;
   const std::shared_ptr<Backend> backend_;
-  std::unique_ptr<MatrixRule> rule_;
+  std::unique_ptr<MatrixRule> rule_;  // one of these two
+  std::unique_ptr<ShardedRule> sharded_;
 
+  DeviceBuffer held_;  // what a step of a sharded rule works in, from its first stage to its last
   const MatrixSpec* spec_;
 
   // The rule's state: the element-wise buffers one after the other, and the small ones likewise.
@@ -242,8 +267,7 @@ class MatrixStore {
 
   struct Staged {
     MatrixJob job;
-    StepResult result;
-    std::string explanation;
+    JobEnd end;
   };
   std::optional<Staged> staged_step_;
   std::optional<MatrixUpdate> update_;

@@ -45,10 +45,10 @@ class Store {
     auto job = store_->BeginJob({step, 0, 0}, attempt_, 1, partner);
     ASSERT_TRUE(job.ok()) << job.status();
     auto workspace = *backend_->Allocate(store_->WorkspaceBytes());
-    StepResult result;
-    std::string explanation;
-    ASSERT_TRUE(RunStepJob(*job, stream_.get(), &workspace, &result, &explanation).ok());
-    store_->FinishJob(*job, result, explanation, 5);
+    JobEnd end;
+    ASSERT_TRUE(RunStepJob(*job, stream_.get(), &workspace, &end).ok());
+    end.micros = 5;
+    store_->FinishJob(*job, end);
   }
   void Commit(int64_t step) {
     if (auto absorb = store_->Commit(step)) {

@@ -18,6 +18,7 @@ namespace stiefel {
 namespace {
 
 constexpr int64_t kLoadMicros = 1000000;
+constexpr int kPeerThreads = 2;  // they add and copy at memory speed
 
 // Pages of this process that are in memory, in bytes; 0 where the system does not say.
 int64_t ResidentBytes() {
@@ -65,16 +66,19 @@ std::string Describe(const v1::OpenRunRequest& opened) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<OptimizerServer>> OptimizerServer::Create(ServerOptions options,
-                                                                         const Clock* clock) {
+                                                                         const Clock* clock,
+                                                                         PeerTransport* peers) {
   STIEFEL_RETURN_IF_ERROR(Resolve(&options));
   STIEFEL_ASSIGN_OR_RETURN(std::unique_ptr<Backend> backend, CreateCpuBackend(options.threads));
   if (options.memory_limit_bytes == 0)
     options.memory_limit_bytes = backend->Info().memory_bytes / 5 * 4;
-  std::unique_ptr<OptimizerServer> server(new OptimizerServer(std::move(options), clock));
+  std::unique_ptr<OptimizerServer> server(new OptimizerServer(std::move(options), clock, peers));
   if (const std::string& file = server->options_.trace_file; !file.empty()) {
     STIEFEL_ASSIGN_OR_RETURN(server->trace_, Trace::Create(file, "server"));
   }
   server->backend_ = std::move(backend);
+  server->workers_ =
+      std::make_unique<PeerWorkers>(std::min(server->options_.threads, kPeerThreads));
   STIEFEL_ASSIGN_OR_RETURN(
       server->engine_,
       Engine::Create(server->backend_, server->options_.matrices_in_flight, clock));
@@ -83,8 +87,15 @@ absl::StatusOr<std::unique_ptr<OptimizerServer>> OptimizerServer::Create(ServerO
 
 OptimizerServer::~OptimizerServer() {
   Disconnect(absl::UnavailableError("the server stops"));
-  // Jobs that run share the run; none may be left when it goes.
+  std::shared_ptr<RunHost> run;
+  {
+    MutexLock lock(&mutex_);
+    run.swap(run_);
+  }
+  if (run != nullptr) run->Stop();
+  // Jobs that run share the run, and so do collectives; none may be left when it goes.
   engine_.reset();
+  workers_.reset();
 }
 
 void OptimizerServer::set_address(std::string address) {
@@ -141,8 +152,9 @@ absl::StatusOr<v1::OpenRunResponse> OptimizerServer::OpenRun(const v1::OpenRunRe
                     : std::string("its trainers live")));
   }
   Forget();
-  STIEFEL_ASSIGN_OR_RETURN(
-      run_, RunHost::Open({options_, backend_, engine_.get(), clock_, trace_.get()}, request));
+  STIEFEL_ASSIGN_OR_RETURN(run_, RunHost::Open({options_, backend_, engine_.get(), clock_,
+                                                trace_.get(), peers_, workers_.get()},
+                                               request));
   spdlog::info("opened {}: {} of {} matrices here, {} trainers", Describe(request),
                run_->spec().owned().size(), request.parameters_size(), request.world_size());
   return response;

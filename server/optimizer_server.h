@@ -13,6 +13,8 @@
 #include "common/mutex.h"
 #include "server/engine.h"
 #include "server/options.h"
+#include "server/peer_transport.h"
+#include "server/peer_workers.h"
 #include "server/run_host.h"
 #include "stiefel/v1/optimizer.pb.h"
 #include "stiefel/v1/status.pb.h"
@@ -23,9 +25,12 @@ namespace stiefel {
 class OptimizerServer {
  public:
   // Fills in what the options leave to the machine. INVALID_ARGUMENT: options out of range, with
-  // their values. The clock outlives the server.
+  // their values. The clock outlives the server, and so does `peers`, how it reaches other servers
+  // of its run (null: matrices whose shards lie on several servers are refused).
   static absl::StatusOr<std::unique_ptr<OptimizerServer>> Create(ServerOptions options,
-                                                                 const Clock* clock);
+                                                                 const Clock* clock,
+                                                                 PeerTransport* peers = nullptr);
+  // REQUIRES: peers do not call it any more.
   ~OptimizerServer();
 
   // Without zeros that stand for defaults.
@@ -63,8 +68,11 @@ class OptimizerServer {
   void set_address(std::string address);
 
  private:
-  OptimizerServer(ServerOptions options, const Clock* clock)
-      : options_(std::move(options)), clock_(clock), started_at_(clock->NowMicros()) {}
+  OptimizerServer(ServerOptions options, const Clock* clock, PeerTransport* peers)
+      : options_(std::move(options)),
+        clock_(clock),
+        peers_(peers),
+        started_at_(clock->NowMicros()) {}
   std::shared_ptr<RunHost> LiveRun() const;
   void Forget() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NotOpen(const std::string& asked) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -72,9 +80,11 @@ class OptimizerServer {
   // Constant after construction.
   ServerOptions options_;
   const Clock* const clock_;
+  PeerTransport* const peers_;
   const int64_t started_at_;
   std::unique_ptr<Trace> trace_;  // null: none is written
   std::shared_ptr<Backend> backend_;
+  std::unique_ptr<PeerWorkers> workers_;
   std::unique_ptr<Engine> engine_;
 
   mutable Mutex mutex_;

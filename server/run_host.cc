@@ -55,6 +55,7 @@ absl::Status RunHost::Allocate() {
     stores_[index] = std::move(store);
   }
   STIEFEL_RETURN_IF_ERROR(MatrixStore::AllocateState(stores, environment_.backend));
+  STIEFEL_RETURN_IF_ERROR(OpenCollective());
   environment_.engine->SetWorkspaces(std::move(workspaces));
   if (environment_.trace != nullptr)
     trace_ = std::make_unique<RunTrace>(environment_.trace, &machine_);
@@ -96,6 +97,14 @@ void RunHost::EndTurn(Turn* turn) {
   for (DataWrite& write : turn->writes)
     write.sink->Write(BuildChunk(std::move(write.plan), write.receiver));
   turn->writes.clear();
+  if (turn->collective != nullptr) {
+    turn->collective->Cancel(turn->cancelled.first, turn->cancelled.second);
+    if (turn->cancelled == kAllAttempts) {  // nothing is read from stores for peers any more
+      MutexLock lock(&mutex_);
+      collective_.reset();
+      ReleaseIfQuiet();
+    }
+  }
   calls_.Run();
 }
 
@@ -165,12 +174,15 @@ absl::StatusOr<v1::CloseRunResponse> RunHost::CloseRun(const v1::CloseRunRequest
 
 void RunHost::Tick() {
   Turn turn;
+  std::shared_ptr<PeerCollective> collective;
   {
     MutexLock lock(&mutex_);
     machine_.OnTick(Now(), &turn.actions);
     Perform(&turn);
+    collective = collective_;
   }
   EndTurn(&turn);
+  if (collective != nullptr) collective->Tick();
 }
 
 void RunHost::Drain() {
@@ -220,6 +232,7 @@ void RunHost::Disconnect(const absl::Status& status) {
 // The memory of an ended run is given back when no copy and no job can touch it any more.
 void RunHost::ReleaseIfQuiet() {
   if (!machine_.ended() || copies_ > 0 || computing_ > 0 || absorbing_ > 0 || hashing_ > 0) return;
+  if (collective_ != nullptr) return;
   if (stores_.empty()) return;
   targets_.clear();
   stores_.clear();

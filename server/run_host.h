@@ -7,13 +7,15 @@
 // (RunMachine::OnSettled).
 //
 // Files: run_host.cc (calls, life), run_host_streams.cc (streams, chunks, credits),
-// run_host_step.cc (the machine's actions, the engine), run_host_status.cc.
+// run_host_step.cc (the machine's actions, the engine), run_host_shards.cc (shards that are
+// computed together), run_host_status.cc.
 #ifndef STIEFEL_SERVER_RUN_HOST_H_
 #define STIEFEL_SERVER_RUN_HOST_H_
 
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -32,6 +34,9 @@
 #include "server/matrix_store.h"
 #include "server/options.h"
 #include "server/ordered_calls.h"
+#include "server/peer_collective.h"
+#include "server/peer_transport.h"
+#include "server/peer_workers.h"
 #include "server/publisher.h"
 #include "server/run_machine.h"
 #include "server/run_trace.h"
@@ -43,7 +48,7 @@
 namespace stiefel {
 
 // Thread-safe. Made by Open; jobs and streams share its ownership.
-class RunHost : public std::enable_shared_from_this<RunHost> {
+class RunHost final : public PeerHandler, public std::enable_shared_from_this<RunHost> {
  public:
   // What a process lends to its run. All outlive it.
   struct Environment {
@@ -51,7 +56,9 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
     std::shared_ptr<Backend> backend;
     Engine* engine;
     const Clock* clock;
-    Trace* trace = nullptr;  // null: none is written
+    Trace* trace = nullptr;            // null: none is written
+    PeerTransport* peers = nullptr;    // null: all shards of a cut matrix must be here
+    PeerExecutor* executor = nullptr;  // for collectives
   };
 
   // Checks and admits the run and allocates its state. INVALID_ARGUMENT and FAILED_PRECONDITION as
@@ -94,6 +101,14 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
   // FAILED_PRECONDITION: DELTA mode, or the sender has not joined.
   absl::StatusOr<WeightsInit::Progress> TakeInitWeights(IncomingChunk* chunk);
 
+  // ---- the other servers
+
+  // As PeerCollective::OnFetchPart.
+  void OnFetchPart(const v1::FetchPartRequest& request, std::unique_ptr<PeerReply> reply) override;
+  // UNIMPLEMENTED: state does not move between servers yet.
+  void OnFetchState(const v1::FetchStateRequest& request,
+                    std::unique_ptr<PeerReply> reply) override;
+
   // ---- time and the end
 
   // About four times a second.
@@ -106,6 +121,9 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
   // Ends all streams and pending joins with this status.
   void Disconnect(const absl::Status& status);
   bool ended() const;
+  // Nothing new is given to the engine, and nothing is computed together with other servers any
+  // more. Before the engine goes.
+  void Stop();
 
   // ---- status
 
@@ -141,6 +159,22 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
   struct Turn {
     Actions actions;
     std::vector<DataWrite> writes;
+    // Set: what is computed together in this attempt, and before, is over.
+    std::shared_ptr<PeerCollective> collective;
+    std::pair<int64_t, int32_t> cancelled;
+  };
+  static constexpr std::pair<int64_t, int32_t> kAllAttempts{std::numeric_limits<int64_t>::max(),
+                                                            std::numeric_limits<int32_t>::max()};
+  // A shard's computation together with the other shards of its matrix: stages on the engine, one
+  // at a time, a collective between each two. It counts as computing from its first stage until it
+  // has ended, also while nobody works on it.
+  struct Chain {
+    MatrixJob job;
+    int32_t matrix = 0;
+    std::shared_ptr<PeerCollective> collective;
+    std::unique_ptr<ShardedStep> step;
+    JobEnd end;
+    int64_t waits_since = 0;  // for the collective
   };
   struct Credit {
     int64_t step = 0;
@@ -215,14 +249,29 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
   void Do(action::DropPrepared& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Do(action::SwitchPlacement& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Do(action::EndRun& action, Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What is computed together in this attempt, or before, ends.
+  void CancelAttempt(int64_t step, int32_t attempt, Turn* turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool Current(const StepKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RunCompute(MatrixJob job, int32_t matrix, const absl::Status& ready, Stream* stream,
                   DeviceBuffer* workspace);
+  void TraceStage(const MatrixJob& job, int32_t matrix, int64_t begin, int64_t end)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  void EndCompute(const MatrixJob& job, int32_t matrix, const absl::Status& status,
+                  const JobEnd& end) ABSL_LOCKS_EXCLUDED(mutex_);
   void CommitStores(const v1::Decide& decision) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StartAbsorbs() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RunAbsorb(const MatrixJob& job, const absl::Status& ready, Stream* stream);
   // Tells the machine that an ended attempt has left the buffers, once it has.
   void MaybeSettle(Turn* turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // run_host_shards.cc
+  absl::Status OpenCollective() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void StartChain(MatrixJob job, int32_t matrix) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SubmitStage(std::shared_ptr<Chain> chain) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RunStage(const std::shared_ptr<Chain>& chain, const absl::Status& ready, Stream* stream);
+  void OnCollected(const std::shared_ptr<Chain>& chain, const absl::Status& status);
+  void EndChain(const std::shared_ptr<Chain>& chain, const absl::Status& status);
 
   // run_host_status.cc
   void StartHashes() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -245,6 +294,8 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
   std::vector<std::vector<std::pair<MatrixStore*, int32_t>>> targets_ ABSL_GUARDED_BY(mutex_);
   Admitted admitted_ ABSL_GUARDED_BY(mutex_);
   std::vector<int64_t> need_order_ ABSL_GUARDED_BY(mutex_);  // by matrix
+  // Null: no matrix is computed together.
+  std::shared_ptr<PeerCollective> collective_ ABSL_GUARDED_BY(mutex_);
 
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
   std::map<uint64_t, JoinDone> joins_ ABSL_GUARDED_BY(mutex_);
@@ -258,6 +309,7 @@ class RunHost : public std::enable_shared_from_this<RunHost> {
   int64_t absorbing_ ABSL_GUARDED_BY(mutex_) = 0;  // absorb jobs with the engine, or waiting
   int64_t hashing_ ABSL_GUARDED_BY(mutex_) = 0;    // hash jobs with the engine
   std::optional<std::pair<int64_t, int32_t>> settling_ ABSL_GUARDED_BY(mutex_);
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
   bool drained_ ABSL_GUARDED_BY(mutex_) = false;  // no attempt is open that was so before Drain
   std::vector<MatrixJob> absorbs_ ABSL_GUARDED_BY(mutex_);  // wait for the hash jobs
   std::vector<HashDone> hash_waiters_ ABSL_GUARDED_BY(mutex_);

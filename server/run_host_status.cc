@@ -66,6 +66,10 @@ void RunHost::FillStatus(v1::RunStatus* status) const {
   }
   status->set_bytes_pushed(bytes_pushed_);
   status->set_bytes_pulled(bytes_pulled_);
+  if (collective_ != nullptr) {
+    status->set_peer_sum_bytes(collective_->sent().sums);
+    status->set_peer_gather_bytes(collective_->sent().gathers);
+  }
   status->set_chunks_duplicate(counters.duplicate_pieces);
   status->set_chunks_stale(counters.stale_pieces);
   for (int32_t r = 0; r < spec_->world_size(); ++r) {

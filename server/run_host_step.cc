@@ -29,6 +29,13 @@ void RunHost::Perform(Turn* turn) {
         action);
   }
   turn->actions.clear();
+  const Attempt& attempt = machine_.attempt();
+  if (attempt.drop) CancelAttempt(attempt.step, attempt.attempt, turn);
+}
+
+void RunHost::CancelAttempt(int64_t step, int32_t attempt, Turn* turn) {
+  turn->cancelled = std::max(turn->cancelled, std::make_pair(step, attempt));
+  turn->collective = collective_;
 }
 
 void RunHost::Do(action::SendControl& action, Turn*) {
@@ -61,7 +68,7 @@ void RunHost::Do(action::GrantCredit& action, Turn* turn) {
 
 bool RunHost::Current(const StepKey& key) const {
   const Attempt& attempt = machine_.attempt();
-  return !machine_.ended() && !attempt.drop &&
+  return !stopped_ && !machine_.ended() && !attempt.drop &&
          key == StepKey{attempt.step, attempt.attempt, attempt.round};
 }
 
@@ -82,6 +89,7 @@ void RunHost::Do(action::Compute& action, Turn* turn) {
     return;
   }
   ++computing_;
+  if (job->sharded != nullptr) return StartChain(*std::move(job), action.matrix);
   environment_.engine->Submit(
       store.WorkspaceBytes(),
       [self = shared_from_this(), job = *std::move(job), matrix = action.matrix](
@@ -99,27 +107,39 @@ void RunHost::RunCompute(MatrixJob job, int32_t matrix, const absl::Status& read
     wanted = Current(job.key);
   }
   const int64_t begin = Now();
-  StepResult result;
-  std::string explanation;
-  absl::Status status = ready;
-  if (wanted && status.ok()) status = RunStepJob(job, stream, workspace, &result, &explanation);
-  const int64_t end = Now(), micros = end - begin;
+  JobEnd end;
+  absl::Status status = wanted ? ready : absl::CancelledError("the attempt is over");
+  if (status.ok()) status = RunStepJob(job, stream, workspace, &end);
+  end.micros = Now() - begin;
+  if (wanted) TraceStage(job, matrix, begin, begin + end.micros);
   job.pins.clear();  // before the step can be decided: a commit makes these the staged buffers
+  EndCompute(job, matrix, status, end);
+}
+
+void RunHost::TraceStage(const MatrixJob& job, int32_t matrix, int64_t begin, int64_t end) {
+  MutexLock lock(&mutex_);
+  if (trace_) {
+    trace_->Computed(matrix, job.key.step, KindName(job.spec->rule, job.args.kind), begin, end);
+  }
+}
+
+void RunHost::EndCompute(const MatrixJob& job, int32_t matrix, const absl::Status& status,
+                         const JobEnd& end) {
   Turn turn;
   {
     MutexLock lock(&mutex_);
     --computing_;
-    if (trace_ && wanted)
-      trace_->Computed(matrix, job.key.step, KindName(job.spec->rule, job.args.kind), begin, end);
-    if (wanted && Current(job.key)) {
+    if (Current(job.key)) {
       v1::Vote::Matrix vote;
       vote.set_matrix(matrix);
-      if (status.ok()) {
+      vote.set_absent(status.ok() && end.absent);
+      if (status.ok() && !end.absent) {
+        const StepResult& result = end.result;
         if (std::isfinite(result.sum_squares)) vote.set_sum_squares(result.sum_squares);
         vote.set_nonfinite_gradient(result.nonfinite_gradient);
         vote.set_nonfinite_update(result.nonfinite_update);
-        vote.set_explanation(explanation);
-        stores_.at(matrix)->FinishJob(job, result, explanation, micros);
+        vote.set_explanation(end.explanation);
+        stores_.at(matrix)->FinishJob(job, end);
       }
       machine_.OnComputed(job.key.step, job.key.attempt, job.key.round, vote, status,
                           &turn.actions);
@@ -187,6 +207,7 @@ void RunHost::Do(action::Finish& action, Turn* turn) {
   const v1::Decide& decision = action.decision;
   settling_ = {decision.step(), decision.attempt()};
   if (trace_) trace_->Decided(decision, Now());
+  CancelAttempt(decision.step(), decision.attempt(), turn);
   if (machine_.draining()) drained_ = true;
   if (decision.outcome() == v1::COMMIT) {
     CommitStores(decision);
@@ -293,8 +314,9 @@ void RunHost::Do(action::DropPrepared&, Turn*) {}
 
 void RunHost::Do(action::SwitchPlacement&, Turn*) {}
 
-void RunHost::Do(action::EndRun& action, Turn*) {
+void RunHost::Do(action::EndRun& action, Turn* turn) {
   spdlog::info("{}", action.reason);
+  CancelAttempt(kAllAttempts.first, kAllAttempts.second, turn);
   CloseStreams(absl::FailedPreconditionError(action.reason));
   for (RankIo& io : ranks_) io.queue.Clear();
   StartAbsorbs();

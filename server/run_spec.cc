@@ -209,6 +209,7 @@ absl::Status RunSpec::AddShards(const MatrixSpec& whole, const std::vector<int64
     MatrixSpec shard = whole;
     shard.shard = static_cast<int32_t>(matrices_.size()) - first_shard_.back();
     shard.shards = static_cast<int32_t>(places_.back().size());
+    shard.cuts = cuts;
     shard.place = place;
     shard.whole_rows = whole.rows;
     shard.whole_cols = whole.cols;

@@ -29,7 +29,8 @@ struct MatrixSpec {
   int32_t parameter = 0;  // its index
   int32_t shard = 0;      // among those of the matrix
   int32_t shards = 1;
-  Rect place;  // in the matrix
+  std::vector<int64_t> cuts;  // of the matrix, as ShardRects takes them
+  Rect place;                 // in the matrix
   int64_t whole_rows = 0;
   int64_t whole_cols = 0;
   int64_t rows = 0;  // of the shard, as all that follows

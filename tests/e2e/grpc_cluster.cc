@@ -35,6 +35,12 @@ TrainerOptions GrpcCluster::Options(int32_t rank, int32_t world_size) const {
 
 void GrpcCluster::Kill(int server) { servers_[server]->Kill(); }
 
+void GrpcCluster::AwaitDecided(int64_t step) const {
+  for (const auto& server : servers_) {
+    while (server->core().StatusNow().runs(0).consumed_step() < step) std::this_thread::yield();
+  }
+}
+
 std::map<int32_t, uint64_t> GrpcCluster::StateHashes() const {
   std::map<int32_t, uint64_t> hashes;
   for (const auto& server : servers_) testing::AddStateHashes(&server->core(), &hashes);

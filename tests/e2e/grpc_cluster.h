@@ -27,6 +27,8 @@ class GrpcCluster {
   // Ends a server without grace.
   void Kill(int server);
 
+  // Until every server has recorded the decision on the step: a trainer knows it from the first.
+  void AwaitDecided(int64_t step) const;
   // Hashes of the committed state by parameter index, over all servers.
   std::map<int32_t, uint64_t> StateHashes() const;
 

@@ -15,6 +15,7 @@
 #include "google/protobuf/unknown_field_set.h"
 #include "gtest/gtest.h"
 #include "spdlog/spdlog.h"
+#include "tests/inmemory/memory_peers.h"
 #include "tests/inmemory/memory_transport.h"
 
 namespace stiefel::testing {
@@ -37,11 +38,25 @@ class MemoryCluster {
     spdlog::default_logger();
     for (int s = 0; s < servers; ++s) {
       addresses_.push_back(absl::StrCat("server", s, ":1"));
-      servers_.push_back(std::make_unique<MemoryServer>(options));
+      peer_transports_.push_back(peers_.Transport(addresses_.back()));
+      servers_.push_back(std::make_unique<MemoryServer>(options, peer_transports_.back().get()));
       transport_.Add(addresses_.back(), servers_.back().get());
+      peers_.Add(addresses_.back(), servers_.back().get());
     }
+    peers_.StartThread();
+  }
+  ~MemoryCluster() {
+    for (const std::string& address : addresses_) peers_.Kill(address);
   }
   MemoryServer& server(int s) { return *servers_[s]; }
+  // Until every server has recorded the decision on the step: a trainer knows it from the first.
+  void AwaitDecided(int64_t step) {
+    for (const auto& server : servers_) {
+      while (server->core()->StatusNow().runs(0).consumed_step() < step) std::this_thread::yield();
+    }
+  }
+  // How servers reach each other.
+  MemoryPeers& peers() { return peers_; }
   Transport* transport() { return &transport_; }
   const std::vector<std::string>& addresses() const { return addresses_; }
 
@@ -61,6 +76,8 @@ class MemoryCluster {
 
  private:
   std::vector<std::string> addresses_;
+  MemoryPeers peers_{1, &RealClock()};
+  std::vector<std::unique_ptr<PeerTransport>> peer_transports_;
   std::vector<std::unique_ptr<MemoryServer>> servers_;
   MemoryTransport transport_;
 };

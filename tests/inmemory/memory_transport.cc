@@ -452,8 +452,30 @@ class MemoryConnection final : public ServerConnection {
 
 // ---------------------------------------------------------------- servers
 
-MemoryServer::MemoryServer(ServerOptions options)
-    : core_(*OptimizerServer::Create(std::move(options), &RealClock())), ticker_([this] {
+namespace {
+
+template <typename Request>
+void AskRun(OptimizerServer* core, const Request& request, std::unique_ptr<PeerReply> reply,
+            void (PeerHandler::*ask)(const Request&, std::unique_ptr<PeerReply>)) {
+  const auto run = core->FindRun(request.sender().run_uid());
+  if (!run.ok()) return reply->Finish(run.status());
+  ((**run).*ask)(request, std::move(reply));
+}
+
+}  // namespace
+
+void MemoryServer::OnFetchPart(const v1::FetchPartRequest& request,
+                               std::unique_ptr<PeerReply> reply) {
+  AskRun(core_.get(), request, std::move(reply), &PeerHandler::OnFetchPart);
+}
+
+void MemoryServer::OnFetchState(const v1::FetchStateRequest& request,
+                                std::unique_ptr<PeerReply> reply) {
+  AskRun(core_.get(), request, std::move(reply), &PeerHandler::OnFetchState);
+}
+
+MemoryServer::MemoryServer(ServerOptions options, PeerTransport* peers)
+    : core_(*OptimizerServer::Create(std::move(options), &RealClock(), peers)), ticker_([this] {
         MutexLock lock(&mutex_);
         while (!stopping_) {
           wake_.WaitUntilMicros(&mutex_, RealClock().NowMicros() + 50000);

@@ -13,16 +13,18 @@
 #include "client/transport.h"
 #include "common/mutex.h"
 #include "server/optimizer_server.h"
+#include "server/peer_transport.h"
 
 namespace stiefel {
 
 class MemoryStream;
 
-// A server, and the thread that ticks it.
-class MemoryServer {
+// A server, and the thread that ticks it. What peers ask of it goes to the run that they name.
+class MemoryServer final : public PeerHandler {
  public:
-  explicit MemoryServer(ServerOptions options);
-  ~MemoryServer();
+  // `peers`: as OptimizerServer::Create takes it.
+  explicit MemoryServer(ServerOptions options, PeerTransport* peers = nullptr);
+  ~MemoryServer() override;
 
   OptimizerServer* core() { return core_.get(); }
 
@@ -32,6 +34,10 @@ class MemoryServer {
   void Freeze();
   // Every stream breaks; new ones can be opened.
   void CutStreams();
+
+  void OnFetchPart(const v1::FetchPartRequest& request, std::unique_ptr<PeerReply> reply) override;
+  void OnFetchState(const v1::FetchStateRequest& request,
+                    std::unique_ptr<PeerReply> reply) override;
 
   bool dead() const;
   bool frozen() const;

@@ -89,6 +89,7 @@ Result Train(int servers, int64_t shards, int32_t world_size, UpdateMode mode) {
     }
     if (rank == 0) {
       result.weights = weights;
+      cluster.AwaitDecided(kSteps);
       for (int s = 0; s < servers; ++s) AddStateHashes(cluster.server(s).core(), &result.hashes);
     }
     ASSERT_OK(trainer->Close());
