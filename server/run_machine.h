@@ -19,9 +19,9 @@
 //   EpochAck{PREPARED}; from here on nothing is sealed and joins wait
 //   3. Switch of the leader -> Moved to all ranks, SwitchPlacement; all ranks join again. Or
 //   CancelPrepare -> DropPrepared, and the run goes on
-// Files: run_machine.cc (life of the run, records), run_machine_join.cc (joins, takeover, leases),
-// run_machine_step.cc (1, 2 and 6 of the walk), run_machine_decide.cc (3 to 5), run_machine_move.cc
-// (changes of placement).
+// Files: run_machine.cc (life of the run, records), run_machine_join.cc (joins, takeover),
+// run_machine_time.cc (leases, deadlines), run_machine_step.cc (1, 2 and 6 of the walk),
+// run_machine_decide.cc (3 to 5), run_machine_move.cc (changes of placement).
 #ifndef STIEFEL_SERVER_RUN_MACHINE_H_
 #define STIEFEL_SERVER_RUN_MACHINE_H_
 
@@ -286,6 +286,7 @@ class RunMachine {
   absl::Status CheckPrepare(const v1::Prepare& prepare) const;
   void MaybePrepared(Actions* actions);
   bool ReadyToMove() const;
+  bool AppliedBeforeMove(int32_t rank) const;
   void OnCancelPrepare(int64_t epoch, int64_t now, Actions* actions);
   void OnSwitch(int64_t epoch, int64_t now, Actions* actions);
   void StartAnew(int64_t now, Actions* actions);

@@ -100,13 +100,16 @@ void RunMachine::MaybePrepared(Actions* actions) {
 bool RunMachine::ReadyToMove() const {
   const bool decided = consumed_ == prepare_->after_step() && !attempt_.sealed() && !unsettled_;
   if ((!decided && policy_.decide_first) || !weights_ready_) return false;
-  for (size_t rank = 1; rank < ranks_.size(); ++rank) {
-    const RankState& state = ranks_[rank];
-    const bool applied =
-        state.joined && !state.needs_weights && state.applied >= prepare_->after_step();
-    if (!applied && !state.closed && policy_.applied_first) return false;
+  for (int32_t rank = 1; rank < static_cast<int32_t>(ranks_.size()); ++rank) {
+    if (!AppliedBeforeMove(rank) && policy_.applied_first) return false;
   }
   return true;
+}
+
+bool RunMachine::AppliedBeforeMove(int32_t rank) const {
+  const RankState& state = ranks_[rank];
+  return state.closed ||
+         (state.joined && !state.needs_weights && state.applied >= prepare_->after_step());
 }
 
 void RunMachine::OnCancelPrepare(int64_t epoch, int64_t now, Actions* actions) {
@@ -255,12 +258,12 @@ std::string RunMachine::AwaitedByMove() const {
   if (!fetched_) return "state of shards from their owners";
   std::vector<int32_t> behind;
   for (int32_t rank = 1; rank < static_cast<int32_t>(ranks_.size()); ++rank) {
-    if (!ranks_[rank].closed && ranks_[rank].applied < prepare_->after_step())
-      behind.push_back(rank);
+    if (!AppliedBeforeMove(rank)) behind.push_back(rank);
   }
   if (!behind.empty())
     return absl::StrCat("step ", prepare_->after_step(), " to be applied by ", RankList(behind));
-  return absl::StrCat("decision of step ", prepare_->after_step());
+  return absl::StrCat("decision of step ",
+                      attempt_.sealed() ? attempt_.step : prepare_->after_step());
 }
 
 void RunMachine::AppendMove(std::string* out) const {

@@ -169,7 +169,7 @@ Config Large(uint64_t seed) {
   config.old_snapshots = seed % 2 == 1;
   config.without_weights = seed % 3 != 0;
   config.coupled = seed % 4 == 3 && config.servers - config.idle_server > 1;
-  config.moves = (seed / 11) % 3;
+  config.moves = (seed / 11) % 4;
   config.move_step = (seed / 2) % 3;
   config.move_kind = static_cast<MoveKind>((seed / 5) % 4);
   config.fetch_fails = config.moves > 1 && seed % 13 == 0;

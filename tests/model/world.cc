@@ -275,50 +275,6 @@ void World::Settle() {
 
 // ---------------------------------------------------------------- events
 
-void World::EnableFaults(std::vector<Event>* events) const {
-  const Config& config = setting_->config;
-  for (const auto& message : bag_) {
-    Event event;
-    event.message = message->hash;
-    event.kind = Event::Kind::kDuplicate;
-    if (duplicates_ > 0) events->push_back(event);
-    event.kind = Event::Kind::kLose;
-    if (losses_ > 0 && processes_[message->process]->alive) events->push_back(event);
-  }
-  for (int32_t p = 0; p < static_cast<int32_t>(processes_.size()) && deadlines_ > 0; ++p) {
-    if (!Runs(p) || !processes_[p]->leader || !processes_[p]->leader->moving()) continue;
-    Event event;
-    event.kind = Event::Kind::kMoveDeadline;
-    event.process = p;
-    events->push_back(event);
-  }
-  for (int32_t s = 0; s < setting_->servers() && deadlines_ > 0; ++s) {
-    if (!servers_[s]->open) continue;
-    const Attempt& attempt = servers_[s]->machine.attempt();
-    if (attempt.deadline == 0 || (attempt.sealed() && config.policy.seal_on_vote)) continue;
-    Event event;
-    event.kind = Event::Kind::kDeadline;
-    event.server = s;
-    events->push_back(event);
-  }
-  for (int32_t rank = 0; rank < config.trainers; ++rank) {
-    if (config.restart_rank >= 0 && rank != config.restart_rank) continue;
-    const int32_t p = Current(rank);
-    for (int32_t variant = 0; variant < 3; ++variant) {
-      if (variant == 0 && !processes_[p]->has_weights) continue;
-      if (variant == 1 && (!config.old_snapshots || processes_[p]->older_applied < 0)) continue;
-      if (variant == 2 && !(config.weights && config.without_weights)) continue;
-      Event event;
-      event.kind = Event::Kind::kRestart;
-      event.process = p;
-      event.variant = variant;
-      if (restarts_ > 0) events->push_back(event);
-      event.zombie = true;
-      if (zombies_ > 0) events->push_back(event);
-    }
-  }
-}
-
 std::vector<Event> World::Enabled() const {
   std::vector<Event> events;
   for (const auto& message : bag_) {

@@ -47,8 +47,8 @@ struct Config {
   bool small_window = false;   // credit of one piece, else unlimited
   // Matrices 0 and 1 are shards of one: their computations of a round meet in a collective.
   bool coupled = false;
-  // The leader moves the run after this step; a cancelled move is tried again while any are left,
-  // as the next kind.
+  // The leader moves the run after this step, and after the next; a cancelled move is tried again.
+  // Each try is of the next kind, while any are left.
   int64_t move_step = -1;
   int32_t moves = 0;
   MoveKind move_kind = MoveKind::kReplace;
@@ -233,6 +233,7 @@ class World {
     std::map<int64_t, std::pair<int64_t, int32_t>> consumed;  // step -> (epoch, attempt)
     std::map<std::pair<int64_t, int32_t>, Value> weights;     // (step, matrix) -> after the step
     std::map<int64_t, std::vector<int64_t>> lives;            // step -> generation by rank
+    std::set<int64_t> moved_after;                            // steps
   };
 
   // world.cc

@@ -38,11 +38,15 @@ v1::Placement World::NextPlacement(const v1::Placement& now, int64_t epoch) cons
   const int32_t tries = setting_->config.moves - moves_ - 1;
   auto kind = static_cast<MoveKind>((static_cast<int32_t>(setting_->config.move_kind) + tries) % 4);
   if (kind == MoveKind::kShrink && servers == 1) kind = MoveKind::kGrow;
+  const std::vector<int32_t> members = ServersOf(now);
+  int32_t incoming = 0;
+  while (IndexOf(members, incoming) >= 0) ++incoming;
+  if (incoming == setting_->servers() && kind != MoveKind::kShrink) kind = MoveKind::kRotate;
   v1::Placement next = now;
   next.set_epoch(epoch);
   switch (kind) {
     case MoveKind::kReplace:
-      next.set_servers(servers - 1, Address(setting_->config.servers));
+      next.set_servers(servers - 1, Address(incoming));
       break;
     case MoveKind::kRotate:
       for (int32_t& owner : *next.mutable_owners()) owner = (owner + 1) % servers;
@@ -52,7 +56,7 @@ v1::Placement World::NextPlacement(const v1::Placement& now, int64_t epoch) cons
       for (int32_t& owner : *next.mutable_owners()) owner %= servers - 1;
       break;
     case MoveKind::kGrow:
-      next.add_servers(Address(setting_->config.servers));
+      next.add_servers(Address(incoming));
       next.set_owners(0, servers);
       break;
   }
@@ -60,10 +64,11 @@ v1::Placement World::NextPlacement(const v1::Placement& now, int64_t epoch) cons
 }
 
 bool World::WantsMove(const Process& process) const {
-  return process.leader && !process.leader->moving() && moves_ > 0 &&
-         process.placement.epoch() == 1 && !process.trainer.begun() &&
+  return process.leader && !process.leader->moving() && moves_ > 0 && !process.trainer.begun() &&
          process.trainer.has_weights() && !process.trainer.End() &&
-         process.trainer.applied() == setting_->config.move_step &&
+         truth_->moved_after.count(process.trainer.applied()) == 0 &&
+         process.trainer.applied() ==
+             setting_->config.move_step + static_cast<int64_t>(truth_->moved_after.size()) &&
          process.trainer.applied() < setting_->config.steps;
 }
 
@@ -222,6 +227,10 @@ void World::DeliverOpen(const Message& message, const v1::OpenRunRequest& reques
   Server& host = MutableServer(message.server);
   OpenAnswer answer;
   const std::string bytes = request.SerializeAsString();
+  // One that left has been closed by the leader since.
+  const bool left = host.open && host.machine.away() &&
+                    host.machine.placement_epoch() < request.placement_epoch();
+  if (left) CloseServer(message.server);
   if (host.open) {
     if (host.request != bytes) answer.status = absl::FailedPreconditionError("another run is held");
     return Post({message.server, message.process, answer, {}});
@@ -310,6 +319,7 @@ void World::PerformSwitch(int32_t server, const action::SwitchPlacement& change)
   }
   Server& host = MutableServer(server);
   const std::string who = absl::StrCat("server ", server, ", after its switch");
+  if (truth_->moved_after.count(host.decided) == 0) MutableTruth().moved_after.insert(host.decided);
   for (int32_t matrix = 0; matrix < setting_->matrices(); ++matrix) {
     Value& weights = host.weights[matrix];
     if (change.next == nullptr || !change.next->Owns(matrix)) {

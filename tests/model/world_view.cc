@@ -1,4 +1,5 @@
-// A world as a whole: whether it has ended, whether it can, its hash, its events in words.
+// A world as a whole: whether it has ended, whether it can, what may go wrong in it, its hash, its
+// events in words.
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
@@ -64,6 +65,50 @@ std::string World::Waits() const {
   for (int32_t rank = 0; rank < setting_->config.trainers; ++rank)
     absl::StrAppend(&waits, "; rank ", rank, " has applied ", processes_[Current(rank)]->applied);
   return waits;
+}
+
+void World::EnableFaults(std::vector<Event>* events) const {
+  const Config& config = setting_->config;
+  for (const auto& message : bag_) {
+    Event event;
+    event.message = message->hash;
+    event.kind = Event::Kind::kDuplicate;
+    if (duplicates_ > 0) events->push_back(event);
+    event.kind = Event::Kind::kLose;
+    if (losses_ > 0 && processes_[message->process]->alive) events->push_back(event);
+  }
+  for (int32_t p = 0; p < static_cast<int32_t>(processes_.size()) && deadlines_ > 0; ++p) {
+    if (!Runs(p) || !processes_[p]->leader || !processes_[p]->leader->moving()) continue;
+    Event event;
+    event.kind = Event::Kind::kMoveDeadline;
+    event.process = p;
+    events->push_back(event);
+  }
+  for (int32_t s = 0; s < setting_->servers() && deadlines_ > 0; ++s) {
+    if (!servers_[s]->open) continue;
+    const Attempt& attempt = servers_[s]->machine.attempt();
+    if (attempt.deadline == 0 || (attempt.sealed() && config.policy.seal_on_vote)) continue;
+    Event event;
+    event.kind = Event::Kind::kDeadline;
+    event.server = s;
+    events->push_back(event);
+  }
+  for (int32_t rank = 0; rank < config.trainers; ++rank) {
+    if (config.restart_rank >= 0 && rank != config.restart_rank) continue;
+    const int32_t p = Current(rank);
+    for (int32_t variant = 0; variant < 3; ++variant) {
+      if (variant == 0 && !processes_[p]->has_weights) continue;
+      if (variant == 1 && (!config.old_snapshots || processes_[p]->older_applied < 0)) continue;
+      if (variant == 2 && !(config.weights && config.without_weights)) continue;
+      Event event;
+      event.kind = Event::Kind::kRestart;
+      event.process = p;
+      event.variant = variant;
+      if (restarts_ > 0) events->push_back(event);
+      event.zombie = true;
+      if (zombies_ > 0) events->push_back(event);
+    }
+  }
 }
 
 std::vector<Event> World::CloseFairly(uint64_t seed) {
@@ -180,6 +225,7 @@ Hash World::StateHash() {
                                    deadlines_, ".", moves_, fetch_fails_);
   for (const auto& [key, said] : truth_->said)
     absl::StrAppend(&truth, "d", key[0], ".", key[1], ".", key[2], said);
+  for (const int64_t step : truth_->moved_after) absl::StrAppend(&truth, "m", step);
   for (const auto& [key, value] : truth_->weights)
     absl::StrAppend(&truth, "w", key.first, ".", key.second, ".", value);
   add(HashOf(truth));
