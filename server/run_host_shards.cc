@@ -46,10 +46,13 @@ void RunHost::StartChain(MatrixJob job, int32_t matrix) {
 
 void RunHost::SubmitStage(std::shared_ptr<Chain> chain) {
   const int64_t order = need_order_[chain->matrix];
-  environment_.engine->Submit(0, [self = shared_from_this(), chain = std::move(chain)](
-                                     const absl::Status& ready, Stream* stream, DeviceBuffer*) {
-    self->RunStage(chain, ready, stream);
-  });
+  environment_.engine->Submit(
+      0,
+      [self = shared_from_this(), chain = std::move(chain)](const absl::Status& ready,
+                                                            Stream* stream, DeviceBuffer*) {
+        self->RunStage(chain, ready, stream);
+      },
+      order);
 }
 
 void RunHost::RunStage(const std::shared_ptr<Chain>& chain, const absl::Status& ready,
