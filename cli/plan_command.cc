@@ -32,6 +32,11 @@ absl::Status Check(const PlanCommandOptions& options) {
     return absl::InvalidArgumentError(absl::StrCat("--memory gives ", options.memory_bytes.size(),
                                                    " values for ", options.servers, " servers"));
   }
+  if (options.machine.pull_copies > options.machine.trainers) {
+    return absl::InvalidArgumentError(absl::StrCat("--pull-copies=", options.machine.pull_copies,
+                                                   " with ", options.machine.trainers,
+                                                   " trainers"));
+  }
   for (const int64_t count : options.simulate) {
     if (count >= 1 && count <= kMaxSimulated) continue;
     return absl::InvalidArgumentError(
@@ -142,6 +147,11 @@ void AddTrainerOptions(CLI::App* command, PlanCommandOptions* options) {
       ->capture_default_str();
   command->add_option("--copies", options->push_copies, "how many trainers push each element")
       ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  command
+      ->add_option("--pull-copies", options->machine.pull_copies,
+                   "how many trainers pull each element; 0: all")
+      ->check(CLI::Range(0, 1 << 20))
       ->capture_default_str();
   command
       ->add_option("--window", options->window_bytes,

@@ -142,6 +142,7 @@ TEST(PlanCommand, RefusesWithTheReason) {
       {{"plan", model, "--servers=3", "--memory=1g,2g"},
        absl::StatusCode::kInvalidArgument,
        "2 values"},
+      {{"plan", model, "--pull-copies=2"}, absl::StatusCode::kInvalidArgument, "1 trainers"},
       {{"plan", model, "--simulate=0"}, absl::StatusCode::kInvalidArgument, "--simulate=0"},
       {{"plan", model, "--memory=1m"}, absl::StatusCode::kResourceExhausted, "1048576"},
       {{"plan", "none.json"}, absl::StatusCode::kNotFound, "none.json"},

@@ -235,7 +235,8 @@ nlohmann::json MachineJson(const Machine& machine) {
           {"trainer_flops_per_second", machine.trainer_flops_per_second},
           {"trainer_memory_bytes_per_second", machine.trainer_memory_bytes_per_second},
           {"backward_seconds", machine.backward_seconds},
-          {"trainers", machine.trainers}};
+          {"trainers", machine.trainers},
+          {"pull_copies", machine.PullCopies()}};
 }
 
 }  // namespace

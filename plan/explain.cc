@@ -92,7 +92,7 @@ class Loads {
           matrix.rule.family == RuleFamily::kSpectral || matrix.rule.family == RuleFamily::kPolora;
       load.push_bytes = Elements(matrix) * static_cast<double>(request_.push_copies) *
                         static_cast<double>(DTypeSize(matrix.push_dtype));
-      load.pull_bytes = PayloadBytes(matrix) * static_cast<double>(machine_.trainers);
+      load.pull_bytes = PayloadBytes(matrix) * machine_.PullCopies();
       load.ready_seconds = ready[shard.matrix];
       load.period = matrix.rule.period;
       load.phase = plan.phases[shard.matrix];
@@ -243,7 +243,7 @@ double LeastServers(const PlanRequest& request, const ModelCosts& costs, const M
     const PlanMatrix& matrix = request.matrices[i];
     const double wire = Elements(matrix) * static_cast<double>(request.push_copies) *
                             static_cast<double>(DTypeSize(matrix.push_dtype)) +
-                        PayloadBytes(matrix) * static_cast<double>(machine.trainers);
+                        PayloadBytes(matrix) * machine.PullCopies();
     for (int64_t r = 0; r < cycle; ++r) {
       const Cost cost = StepCost(matrix, KindAtStep(matrix.rule, costs.phases[i], r + 1));
       seconds[r] += wire / machine.network_bytes_per_second +

@@ -41,6 +41,12 @@ struct Machine {
   double trainer_memory_bytes_per_second = 50e9;
   double backward_seconds = 1;
   int64_t trainers = 1;
+  // How many trainers pull each element; 0: all. 1 where each pulls its own part, as under FSDP.
+  int64_t pull_copies = 0;
+
+  double PullCopies() const {
+    return static_cast<double>(pull_copies > 0 ? pull_copies : trainers);
+  }
 };
 
 struct ServerLoad {

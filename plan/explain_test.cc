@@ -62,6 +62,15 @@ TEST(ExplainPlan, ATrainersOwnLinkCountsToo) {
   EXPECT_FALSE(e.servers_to_hide.has_value());
 }
 
+TEST(ExplainPlan, TrainersMayPullTheirPartsAlone) {
+  const PlanRequest request = TwoMatrices();
+  Machine machine = SlowMachine();
+  machine.pull_copies = 1;
+  const Explanation e = ExplainPlan(request, *MakePlan(request), machine);
+  EXPECT_EQ(e.servers[0].pull_bytes_per_step, 40000);
+  EXPECT_NEAR(e.exposed_seconds, 0.2 + e.cycle[0].compute_seconds + 0.4 - 1, 1e-9);
+}
+
 TEST(ExplainPlan, CountsWhatShardsSendEachOther) {
   PlanRequest request;
   request.matrices = {{"w", 128, 1024, *PresetRule("muon"), DType::kBf16, DType::kBf16}};

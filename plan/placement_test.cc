@@ -154,6 +154,7 @@ TEST(MakePlan, IsDeterministicAndBlindToNames) {
     }
     const Plan renamed = *MakePlan(request);
     EXPECT_EQ(renamed.owners, plan.owners);
+    EXPECT_EQ(renamed.cuts, plan.cuts);
     EXPECT_EQ(renamed.phases, plan.phases);
   }
 }
