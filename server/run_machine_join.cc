@@ -260,7 +260,6 @@ v1::JoinRunResponse RunMachine::JoinAnswer() const {
   answer.set_update_mode(opened.update_mode());
   *answer.mutable_servers() = opened.servers();
   *answer.mutable_owners() = opened.owners();
-  *answer.mutable_cuts() = opened.cuts();
   *answer.mutable_parameters() = opened.parameters();
   *answer.mutable_phases() = opened.phases();
   *answer.mutable_cuts() = opened.cuts();

@@ -227,9 +227,10 @@ void World::DeliverOpen(const Message& message, const v1::OpenRunRequest& reques
   Server& host = MutableServer(message.server);
   OpenAnswer answer;
   const std::string bytes = request.SerializeAsString();
-  // One that left has been closed by the leader since.
+  // One that left has been closed by the leader since, unless a newer leader has it.
   const bool left = host.open && host.machine.away() &&
-                    host.machine.placement_epoch() < request.placement_epoch();
+                    host.machine.placement_epoch() < request.placement_epoch() &&
+                    host.machine.ranks()[0].incarnation == Incarnation(request.leader());
   if (left) CloseServer(message.server);
   if (host.open) {
     if (host.request != bytes) answer.status = absl::FailedPreconditionError("another run is held");
