@@ -526,6 +526,24 @@ TEST(LeaderMachineTakeOver, ElseCancelsEveryPrepare) {
   EXPECT_EQ(leader.largest_epoch(), 2);
 }
 
+// Found by the model test: the server that had left was not waited for, and the next move was
+// prepared when the leader died; its successor switched the prepared server too.
+TEST(LeaderMachineTakeOver, APrepareAfterASwitchThatALeavingServerMissedIsCancelled) {
+  LeaderMachine leader = LeaderMachine::TakingOver(3);
+  LeaderSends sends;
+  for (int32_t s = 0; s < 3; ++s) {
+    v1::TakeOverResponse record = Moving(s, s != 1, s == 2);
+    if (s != 1) *record.mutable_prepare() = MakePrepare(3, 4);
+    Answer(&leader, s, record, &sends);
+  }
+  EXPECT_TRUE(To(sends, v1::TrainerMessage::kSwitchPlacement).empty());
+  EXPECT_EQ(To(sends, v1::TrainerMessage::kCancelPrepare), (Ints{0, 2}));
+  leader.OnEpochAck(0, Said(v1::EpochAck::CANCELLED, 3), &sends);
+  leader.OnEpochAck(2, Said(v1::EpochAck::CANCELLED, 3), &sends);
+  EXPECT_TRUE(leader.ready());
+  EXPECT_EQ(leader.members(), kNext);
+}
+
 TEST(LeaderMachineTakeOver, AServerThatWasNeverPreparedIsAnError) {
   LeaderMachine leader = LeaderMachine::TakingOver(3);
   LeaderSends sends;

@@ -196,6 +196,7 @@ void LeaderMachine::FindMove(LeaderSends* sends) {
   move.epochs.assign(members_.size(), 0);
   bool behind = false;
   bool prepared = false;
+  std::vector<int64_t> cancelled(members_.size(), 0);
   for (size_t s = 0; s < records_.size(); ++s) {
     if (!records_[s]) continue;
     const v1::TakeOverResponse& record = *records_[s];
@@ -212,11 +213,13 @@ void LeaderMachine::FindMove(LeaderSends* sends) {
       }
     } else if (found != 0) {
       prepared = true;
-      move.epochs[s] = found;
+      cancelled[s] = found;
       if (move.prepare.placement().epoch() < found) move.prepare = record.prepare();
     }
   }
-  const bool complete = behind && policy_.complete_switch;
+  // A newer Prepare says that the Switch was completed but for servers that left.
+  const bool complete = behind && !prepared && policy_.complete_switch;
+  if (!complete) move.epochs = std::move(cancelled);
   if (!complete && !(prepared && policy_.cancel_found)) return;
   move.reason = "the leader that prepared it is gone";
   move_ = std::move(move);
