@@ -53,8 +53,7 @@ absl::StatusOr<Plan> PlanRun(const Layout& layout, const Survey& survey) {
     request.matrices.push_back({matrix.name, matrix.rows, matrix.cols, matrix.rule,
                                 parameter.push_dtype,
                                 parameter.pull_dtype.value_or(parameter.push_dtype)});
-    // Whole, unless the user wants them cut.
-    request.forced_shards.push_back(std::max<int64_t>(1, parameter.shards));
+    request.forced_shards.push_back(parameter.shards);
   }
   const TrainerOptions& options = layout.options();
   request.memory.weights_mode = options.mode == UpdateMode::kWeights;

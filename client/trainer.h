@@ -71,7 +71,8 @@ struct ParameterSpec {
   Reduce reduce = Reduce::kMean;         // over the ranks that push an element
   std::optional<int> stack_dims = {};    // needed where the shape has more than two dimensions
   // Each matrix is cut along its long side into this many shards of even size, which may have
-  // owners of their own; 0: whole. Every rank gives the same; the leader's counts.
+  // owners of their own; 1: whole; 0: as the planner finds best for the servers that there are
+  // (docs/planner.md). Every rank gives the same; the leader's counts.
   int64_t shards = 0;
 
   // Of the stacked view; at most the largest int64.
