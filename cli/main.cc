@@ -1,4 +1,4 @@
-// stiefelctl: plans and watches runs, and tries rules on gradients.
+// stiefelctl: plans, watches and moves runs, and tries rules on gradients.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <string>
@@ -6,15 +6,17 @@
 #include "absl/status/status.h"
 #include "cli/apply_command.h"
 #include "cli/plan_command.h"
+#include "cli/replan_command.h"
 #include "cli/status_command.h"
 #include "cli/trace_command.h"
 
 int main(int argc, char** argv) {
-  CLI::App app("Plans and watches Stiefel runs, and tries rules on gradients.", "stiefelctl");
+  CLI::App app("Plans, watches and moves Stiefel runs, and tries rules on gradients.", "stiefelctl");
   app.require_subcommand(1);
   absl::Status result;
   stiefel::AddPlanCommand(&app, &result);
   stiefel::AddStatusCommand(&app, &result);
+  stiefel::AddReplanCommands(&app, &result);
   stiefel::AddApplyCommand(&app, &result);
   stiefel::AddTraceCommand(&app, &result);
   CLI11_PARSE(app, argc, argv);

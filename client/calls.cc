@@ -86,7 +86,7 @@ absl::StatusOr<std::vector<std::string>> CallAll(
     if (all_done) break;
     if (final_status) {
       if (!in_flight) return *final_status;
-      for (ServerConnection* connection : servers.connections) connection->CancelCalls();
+      for (const auto& connection : servers.connections) connection->CancelCalls();
     }
     // Calls under way end by their own deadline.
     if (in_flight && (final_status || now >= deadline)) {
@@ -100,27 +100,35 @@ absl::StatusOr<std::vector<std::string>> CallAll(
   return responses;
 }
 
-std::vector<absl::Status> CallEach(const Servers& servers, const std::string& method,
-                                   const std::string& request, int64_t timeout_micros) {
+std::vector<absl::StatusOr<std::string>> CallEach(const Servers& servers, const std::string& method,
+                                                  const std::string& request,
+                                                  int64_t timeout_micros) {
   const size_t count = servers.connections.size();
   const auto state = std::make_shared<State>();
   MutexLock lock(&state->mutex);
   state->slots.resize(count);
   for (size_t s = 0; s < count; ++s) {
-    servers.connections[s]->Call(method, request, timeout_micros,
-                                 [state, s](const absl::Status& status, const std::string&) {
-                                   MutexLock done_lock(&state->mutex);
-                                   state->slots[s].done = true;
-                                   state->slots[s].last = OwnCopy(status);
-                                   state->changed.NotifyAll();
-                                 });
+    servers.connections[s]->Call(
+        method, request, timeout_micros,
+        [state, s](const absl::Status& status, const std::string& response) {
+          MutexLock done_lock(&state->mutex);
+          state->slots[s].done = true;
+          state->slots[s].last = OwnCopy(status);
+          state->slots[s].response = response;
+          state->changed.NotifyAll();
+        });
   }
-  std::vector<absl::Status> statuses;
+  std::vector<absl::StatusOr<std::string>> answers;
   for (size_t s = 0; s < count; ++s) {
-    while (!state->slots[s].done) state->changed.Wait(&state->mutex);
-    statuses.push_back(AtServer(servers.addresses[s], state->slots[s].last));
+    Slot& slot = state->slots[s];
+    while (!slot.done) state->changed.Wait(&state->mutex);
+    if (slot.last.ok()) {
+      answers.emplace_back(std::move(slot.response));
+    } else {
+      answers.emplace_back(AtServer(servers.addresses[s], slot.last));
+    }
   }
-  return statuses;
+  return answers;
 }
 
 }  // namespace stiefel

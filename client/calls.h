@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -28,7 +29,9 @@ inline absl::Status OwnCopy(const absl::Status& status) {
 
 struct Servers {
   std::vector<std::string> addresses;
-  std::vector<ServerConnection*> connections;
+  std::vector<std::shared_ptr<ServerConnection>> connections;
+
+  bool empty() const { return connections.empty(); }
 };
 
 // Calls `method` on all servers at the same time, each until it succeeds, `retry` says that its
@@ -43,10 +46,11 @@ absl::StatusOr<std::vector<std::string>> CallAll(
     const std::function<bool(const absl::Status&)>& retry, int64_t deadline_micros,
     int64_t grace_micros = 0);
 
-// Calls `method` once on every server at the same time, whatever the others answer. Blocks, at most
-// `timeout_micros`.
-std::vector<absl::Status> CallEach(const Servers& servers, const std::string& method,
-                                   const std::string& request, int64_t timeout_micros);
+// Calls `method` once on every server at the same time, whatever the others answer. Returns the
+// responses, serialized. Blocks, at most `timeout_micros`.
+std::vector<absl::StatusOr<std::string>> CallEach(const Servers& servers, const std::string& method,
+                                                  const std::string& request,
+                                                  int64_t timeout_micros);
 
 // CallAll for one type of response. DATA_LOSS: a response does not parse.
 template <typename Response>

@@ -62,7 +62,7 @@ absl::StatusOr<std::vector<std::string>> Ask(std::vector<ScriptedServer*> server
   Servers all;
   for (size_t s = 0; s < servers.size(); ++s) {
     all.addresses.push_back("host" + std::to_string(s) + ":1");
-    all.connections.push_back(servers[s]);
+    all.connections.emplace_back(servers[s], [](ServerConnection*) {});  // the caller's
   }
   return CallAll(
       all, "Method", [](int server, int64_t) { return std::to_string(server); },

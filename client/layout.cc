@@ -75,6 +75,10 @@ absl::Status CheckOptions(const TrainerOptions& options) {
   if (options.chunk_bytes < 4096 || options.chunk_bytes > kMaxChunkPayloadBytes) {
     return Outside("chunk_bytes", options.chunk_bytes, 4096, kMaxChunkPayloadBytes);
   }
+  if (options.move_bytes < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("move_bytes = ", options.move_bytes, " is negative"));
+  }
   if (options.applied_step.has_value() && *options.applied_step < 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("applied_step = ", *options.applied_step, " is negative"));

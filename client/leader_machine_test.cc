@@ -418,6 +418,27 @@ TEST(LeaderMachineMove, WaitsUntilNothingIsLeftToDecide) {
   EXPECT_EQ(To(sends, v1::TrainerMessage::kSwitchPlacement), (Ints{0, 1, 2}));
 }
 
+// It fetches from the moment it is opened: it need not say so again once the last decision is
+// acknowledged.
+TEST(LeaderMachineMove, AServerThatComesInMayBePreparedFirst) {
+  LeaderMachine leader = LeaderMachine::Opened(2, 1);
+  LeaderSends sends;
+  leader.OnVote(0, MakeVote(1, 0, 0, 1), &sends);
+  leader.OnVote(1, MakeVote(1, 0, 1, 1), &sends);
+  leader.OnDecideAck(0, Ack(1), &sends);
+  ASSERT_TRUE(leader.StartMove(MakePrepare(2, 1), kNext, &sends).ok());
+  v1::EpochAck prepared;
+  prepared.set_epoch(2);
+  prepared.set_state(v1::EpochAck::PREPARED);
+  leader.OnEpochAck(2, prepared, &sends);
+  leader.OnDecideAck(1, Ack(1), &sends);
+  sends.clear();
+  leader.OnEpochAck(0, prepared, &sends);
+  EXPECT_TRUE(sends.empty());
+  leader.OnEpochAck(1, prepared, &sends);
+  EXPECT_EQ(To(sends, v1::TrainerMessage::kSwitchPlacement), (Ints{0, 1, 2}));
+}
+
 TEST(LeaderMachineMove, AFailureOrTheDeadlineCancels) {
   for (const bool deadline : {false, true}) {
     LeaderMachine leader = LeaderMachine::Opened(2, 1);

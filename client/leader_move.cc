@@ -84,7 +84,8 @@ void LeaderMachine::AdvanceMove(LeaderSends* sends) {
 
 void LeaderMachine::EnterPhase(Move::Phase phase, LeaderSends* sends) {
   move_->phase = phase;
-  move_->answered.assign(members_.size(), false);
+  // Servers that come in may have said that they are prepared while decisions were awaited.
+  if (phase != Move::Phase::kPreparing) move_->answered.assign(members_.size(), false);
   for (size_t server = 0; server < members_.size(); ++server) {
     // Those that were to come in hold nothing that anybody needs.
     if (phase == Move::Phase::kCancelling && !members_[server]) move_->answered[server] = true;
@@ -118,6 +119,7 @@ void LeaderMachine::OnEpochAck(int32_t server, const v1::EpochAck& ack, LeaderSe
   const bool switching = move_->phase == Move::Phase::kSwitching;
   switch (ack.state()) {
     case v1::EpochAck::PREPARED:
+      if (move_->phase == Move::Phase::kDeciding && !members_[server]) break;
       if (move_->phase != Move::Phase::kPreparing) return;
       break;
     case v1::EpochAck::CANCELLED:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -36,6 +37,8 @@ constexpr int64_t kJoinGraceMicros = 2000000;
 // How often a rank looks whether the leader has opened the run.
 constexpr int64_t kPollMicros = 200000;
 constexpr int64_t kLastLookMicros = 1000000;
+// How long a server may take to say where a run went.
+constexpr int64_t kLocateMicros = 2000000;
 
 void Pause(int64_t micros) {
   Mutex mutex;
@@ -234,7 +237,7 @@ absl::StatusOr<std::vector<v1::TakeOverResponse>> TakeOver(const Servers& server
       CallAllAs<v1::TakeOverResponse>(holders, "TakeOver", make_request, JoinMayCome, deadline));
   v1::OpenRunRequest opened = found[0].opened();
   const std::vector<std::string> list(opened.servers().begin(), opened.servers().end());
-  if (list != servers.addresses) {
+  if (list != servers.addresses && found[0].placement_epoch() == 1) {
     return absl::FailedPreconditionError(absl::StrCat(
         "run \"", layout.options().run, "\" was opened on servers ", absl::StrJoin(list, ", "),
         "; this leader was given ", absl::StrJoin(servers.addresses, ", ")));
@@ -251,20 +254,66 @@ absl::StatusOr<std::vector<v1::TakeOverResponse>> TakeOver(const Servers& server
   return CallAllAs<v1::TakeOverResponse>(servers, "TakeOver", make_request, JoinMayCome, deadline);
 }
 
+absl::Status TakeOverOthers(const Layout& layout, const Incarnation& leader, int64_t deadline,
+                            const std::function<Servers(const std::vector<std::string>&)>& connect,
+                            Servers* servers, std::vector<v1::TakeOverResponse>* records) {
+  std::set<std::string> asked(servers->addresses.begin(), servers->addresses.end());
+  v1::TakeOverRequest request;
+  request.set_name(layout.options().run);
+  *request.mutable_leader() = leader.ToProto();
+  request.set_run_uid((*records)[0].opened().run_uid());
+  for (;;) {
+    std::set<std::string> named;
+    for (const v1::TakeOverResponse& record : *records) {
+      named.insert(record.opened().servers().begin(), record.opened().servers().end());
+      const v1::Prepare& from = record.opened().moves_in();
+      named.insert(from.placement().servers().begin(), from.placement().servers().end());
+      const v1::Prepare& to = record.prepare();
+      named.insert(to.placement().servers().begin(), to.placement().servers().end());
+    }
+    std::vector<std::string> more;
+    for (const std::string& address : named) {
+      if (asked.insert(address).second) more.push_back(address);
+    }
+    if (more.empty()) return absl::OkStatus();
+    const Servers others = connect(more);
+    for (size_t s = 0; s < more.size(); ++s) {
+      Servers one{{others.addresses[s]}, {others.connections[s]}};
+      auto answer = CallAllAs<v1::TakeOverResponse>(
+          one, "TakeOver", [&request](int, int64_t) { return request.SerializeAsString(); },
+          [](const absl::Status& status) {
+            return absl::IsUnavailable(status) || absl::IsAlreadyExists(status);
+          },
+          deadline);
+      if (absl::IsNotFound(answer.status())) continue;
+      STIEFEL_RETURN_IF_ERROR(answer.status());
+      servers->addresses.push_back(one.addresses[0]);
+      servers->connections.push_back(one.connections[0]);
+      records->push_back(std::move((*answer)[0]));
+    }
+  }
+}
+
 absl::StatusOr<std::vector<v1::JoinRunResponse>> JoinRun(const Servers& servers,
                                                          const Layout& layout,
                                                          const Incarnation& incarnation,
+                                                         std::optional<int64_t> applied,
                                                          int64_t deadline) {
   v1::JoinRunRequest request = layout.JoinRequest();
   *request.mutable_incarnation() = incarnation.ToProto();
-  STIEFEL_ASSIGN_OR_RETURN(std::vector<v1::JoinRunResponse> answers,
-                           CallAllAs<v1::JoinRunResponse>(
-                               servers, "JoinRun",
-                               [&request](int, int64_t left) {
-                                 request.set_wait_seconds(static_cast<double>(left) / 1e6);
-                                 return request.SerializeAsString();
-                               },
-                               JoinMayCome, deadline, kJoinGraceMicros));
+  request.clear_applied_step();
+  if (applied) request.set_applied_step(*applied);
+  return CallAllAs<v1::JoinRunResponse>(
+      servers, "JoinRun",
+      [&request](int, int64_t left) {
+        request.set_wait_seconds(static_cast<double>(left) / 1e6);
+        return request.SerializeAsString();
+      },
+      JoinMayCome, deadline, kJoinGraceMicros);
+}
+
+absl::Status CheckJoined(const Servers& servers, const Layout& layout,
+                         const std::vector<v1::JoinRunResponse>& answers) {
   for (size_t s = 0; s < answers.size(); ++s) {
     const v1::JoinRunResponse& answer = answers[s];
     const std::vector<std::string> list(answer.servers().begin(), answer.servers().end());
@@ -310,7 +359,30 @@ absl::StatusOr<std::vector<v1::JoinRunResponse>> JoinRun(const Servers& servers,
     if (owner < 0 || owner >= first.servers_size())
       return IndexOutOfRange("owner of a shard", owner, first.servers_size());
   }
-  return answers;
+  return absl::OkStatus();
+}
+
+std::vector<std::string> LocateRun(const Servers& given, const std::string& run, int64_t deadline) {
+  for (;;) {
+    bool all_answered = true;
+    v1::ServerInfo::HeldRun newest;
+    for (const absl::StatusOr<std::string>& answer :
+         CallEach(given, "GetServerInfo", v1::GetServerInfoRequest().SerializeAsString(),
+                  kLocateMicros)) {
+      v1::ServerInfo info;
+      all_answered = all_answered && answer.ok();
+      if (!answer.ok() || !info.ParseFromString(*answer)) continue;
+      for (const v1::ServerInfo::HeldRun& held : info.runs()) {
+        if (held.name() == run && held.placement_epoch() > newest.placement_epoch()) newest = held;
+      }
+    }
+    // Epoch 1 is where it was opened: the list given is to agree with it.
+    if (newest.placement_epoch() > 1 && newest.servers_size() > 0)
+      return {newest.servers().begin(), newest.servers().end()};
+    if (all_answered || newest.placement_epoch() == 1 || RealClock().NowMicros() >= deadline)
+      return given.addresses;
+    Pause(kPollMicros);
+  }
 }
 
 }  // namespace stiefel

@@ -3,7 +3,9 @@
 #define STIEFEL_CLIENT_OPEN_RUN_H_
 
 #include <cstdint>
+#include <functional>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -52,11 +54,30 @@ absl::StatusOr<std::vector<v1::TakeOverResponse>> TakeOver(const Servers& server
                                                            const Incarnation& leader,
                                                            int64_t deadline_micros);
 
-// Joins on all servers. FAILED_PRECONDITION: they disagree, or have another list of servers.
+// And on the servers that records name and that are not among *servers: those that were to come in,
+// or that the run moved to or from. Those that do not hold it are left out. UNAVAILABLE: one that
+// the run needs cannot be reached.
+absl::Status TakeOverOthers(const Layout& layout, const Incarnation& leader,
+                            int64_t deadline_micros,
+                            const std::function<Servers(const std::vector<std::string>&)>& connect,
+                            Servers* servers, std::vector<v1::TakeOverResponse>* records);
+
+// Joins on all servers, `applied` being the last step that this rank has applied. They may answer
+// under different placements.
 absl::StatusOr<std::vector<v1::JoinRunResponse>> JoinRun(const Servers& servers,
                                                          const Layout& layout,
                                                          const Incarnation& incarnation,
+                                                         std::optional<int64_t> applied,
                                                          int64_t deadline_micros);
+
+// FAILED_PRECONDITION: they disagree, have another list of servers, or hold another model.
+absl::Status CheckJoined(const Servers& servers, const Layout& layout,
+                         const std::vector<v1::JoinRunResponse>& answers);
+
+// The servers that the run is on as far as any of those given knows, where it was moved away from
+// them; else those given. Errors are left to whoever asks them next.
+std::vector<std::string> LocateRun(const Servers& given, const std::string& run,
+                                   int64_t deadline_micros);
 
 }  // namespace stiefel
 

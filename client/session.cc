@@ -14,6 +14,7 @@ namespace stiefel {
 namespace {
 
 constexpr int64_t kCloseMicros = 5000000;
+constexpr int64_t kCancelAgainMicros = 50000;
 
 int64_t Now() { return RealClock().NowMicros(); }
 
@@ -53,7 +54,7 @@ Servers Session::AllServers() const {
   MutexLock lock(&mutex_);
   for (const ServerState& server : servers_) {
     all.addresses.push_back(server.address);
-    all.connections.push_back(server.connection.get());
+    all.connections.push_back(server.connection);
   }
   return all;
 }
@@ -65,21 +66,37 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Connect(Layout layout, Transpo
   return session;
 }
 
+void Session::SetServers(const Servers& servers) {
+  std::vector<ServerState> before;  // connections go outside the lock
+  MutexLock lock(&mutex_);
+  before.swap(servers_);
+  for (size_t s = 0; s < servers.addresses.size(); ++s) {
+    servers_.emplace_back();
+    servers_.back().address = servers.addresses[s];
+    servers_.back().connection = servers.connections[s];
+  }
+}
+
 absl::Status Session::Join() {
   const TrainerOptions& options = layout_.options();
   const int64_t connect_deadline = DeadlineAfter(options.connect_timeout);
   const int64_t deadline = DeadlineAfter(options.join_timeout);
-  const Servers servers = AllServers();
+  const std::vector<std::string> found = LocateRun(AllServers(), options.run, connect_deadline);
+  if (found != options.servers) SetServers(ConnectTo(found));
   Incarnation incarnation;
   if (options.rank == 0) {
-    STIEFEL_ASSIGN_OR_RETURN(incarnation, OpenOrTakeOver(servers, connect_deadline, deadline));
+    STIEFEL_ASSIGN_OR_RETURN(incarnation, OpenOrTakeOver(connect_deadline, deadline));
   } else {
     STIEFEL_ASSIGN_OR_RETURN(const Survey survey,
-                             AwaitOpen(servers, layout_, connect_deadline, deadline));
+                             AwaitOpen(AllServers(), layout_, connect_deadline, deadline));
     incarnation = Incarnation(survey.generation, RandomId());
   }
-  STIEFEL_ASSIGN_OR_RETURN(const std::vector<v1::JoinRunResponse> answers,
-                           JoinRun(servers, layout_, incarnation, deadline));
+  Servers servers = AllServers();
+  const std::vector<std::string> before = servers.addresses;
+  STIEFEL_ASSIGN_OR_RETURN(
+      const std::vector<v1::JoinRunResponse> answers,
+      JoinNewest(&servers, incarnation, options.applied_step, /*epoch=*/1, deadline));
+  if (servers.addresses != before) SetServers(servers);
   STIEFEL_RETURN_IF_ERROR(layout_.SetCuts(answers[0].cuts()));
   if (answers[0].owners_size() != static_cast<int>(layout_.shards().size())) {
     return absl::FailedPreconditionError(absl::StrCat("run \"", options.run, "\" has ",
@@ -92,38 +109,75 @@ absl::Status Session::Join() {
     sender_.set_placement_epoch(answers[0].placement_epoch());
     sender_.set_rank(options.rank);
     *sender_.mutable_incarnation() = incarnation.ToProto();
+    largest_epoch_ = std::max(largest_epoch_, answers[0].placement_epoch());
   }
   StartTrainer(answers);
   return absl::OkStatus();
 }
 
-absl::StatusOr<Incarnation> Session::OpenOrTakeOver(const Servers& servers,
-                                                    int64_t connect_deadline, int64_t deadline) {
+absl::StatusOr<Incarnation> Session::OpenOrTakeOver(int64_t connect_deadline, int64_t deadline) {
+  const Servers servers = AllServers();
   STIEFEL_ASSIGN_OR_RETURN(const Survey survey, AskServers(servers, layout_, connect_deadline));
   const Incarnation incarnation(survey.generation, RandomId());
-  const int32_t count = static_cast<int32_t>(servers.addresses.size());
-  if (!survey.HeldAnywhere()) {
-    STIEFEL_ASSIGN_OR_RETURN(
-        const v1::OpenRunRequest opened,
-        OpenRun(servers, layout_, survey, RandomId(), incarnation, connect_deadline));
-    MutexLock lock(&mutex_);
-    leader_ = LeaderMachine::Opened(count, opened.start_step());
-    leader_->KnowShards(opened);
+  if (survey.HeldAnywhere()) {
+    STIEFEL_RETURN_IF_ERROR(TakeOverAll(survey, incarnation, deadline));
     return incarnation;
   }
-  STIEFEL_ASSIGN_OR_RETURN(const std::vector<v1::TakeOverResponse> records,
+  STIEFEL_ASSIGN_OR_RETURN(
+      const v1::OpenRunRequest opened,
+      OpenRun(servers, layout_, survey, RandomId(), incarnation, connect_deadline));
+  MutexLock lock(&mutex_);
+  leader_ =
+      LeaderMachine::Opened(static_cast<int32_t>(servers.addresses.size()), opened.start_step());
+  leader_->KnowShards(opened);
+  opened_ = opened;
+  return incarnation;
+}
+
+// Takes the run over on every server that any record names, and completes what is found. In the end
+// servers_ are those of the placement in force.
+absl::Status Session::TakeOverAll(const Survey& survey, const Incarnation& incarnation,
+                                  int64_t deadline) {
+  Servers servers = AllServers();
+  STIEFEL_ASSIGN_OR_RETURN(std::vector<v1::TakeOverResponse> records,
                            TakeOver(servers, layout_, survey, incarnation, deadline));
+  STIEFEL_RETURN_IF_ERROR(TakeOverOthers(
+      layout_, incarnation, deadline,
+      [this](const std::vector<std::string>& addresses) { return ConnectTo(addresses); }, &servers,
+      &records));
+  SetServers(servers);
+  const auto newest = std::max_element(
+      records.begin(), records.end(),
+      [](const auto& a, const auto& b) { return a.placement_epoch() < b.placement_epoch(); });
   {
     MutexLock lock(&mutex_);
-    sender_.set_run_uid(records[0].opened().run_uid());
-    sender_.set_placement_epoch(records[0].placement_epoch());
+    opened_ = newest->opened();
+    if (opened_.has_moves_in() &&
+        opened_.moves_in().placement().epoch() == newest->placement_epoch())
+      SetPlacement(opened_.moves_in().placement(), &opened_);
+    opened_.clear_moves_in();
+    sender_.set_run_uid(opened_.run_uid());
+    sender_.set_placement_epoch(newest->placement_epoch());
     *sender_.mutable_incarnation() = incarnation.ToProto();
-    lease_ = static_cast<int64_t>(records[0].opened().lease_seconds() * 1e6);
-    step_timeout_ = static_cast<int64_t>(records[0].opened().step_timeout_seconds() * 1e6);
-    leader_ = LeaderMachine::TakingOver(count);
+    lease_ = static_cast<int64_t>(opened_.lease_seconds() * 1e6);
+    step_timeout_ = static_cast<int64_t>(opened_.step_timeout_seconds() * 1e6);
+    leader_ = LeaderMachine::TakingOver(static_cast<int32_t>(records.size()));
   }
   STIEFEL_RETURN_IF_ERROR(FinishTakeOver(records, deadline));
-  return incarnation;
+  const std::vector<std::string> in_force = [this] {
+    MutexLock lock(&mutex_);
+    return std::vector<std::string>(opened_.servers().begin(), opened_.servers().end());
+  }();
+  if (servers.addresses == in_force) return absl::OkStatus();
+  // Servers are numbered anew, as of the placement.
+  STIEFEL_RETURN_IF_ERROR(LeaveLinks());
+  SetServers(ConnectTo(in_force));
+  MutexLock lock(&mutex_);
+  largest_epoch_ = std::max(largest_epoch_, leader_->largest_epoch());
+  leader_ =
+      LeaderMachine::Opened(static_cast<int32_t>(in_force.size()), newest->consumed_step() + 1);
+  leader_->KnowShards(opened_);
+  return absl::OkStatus();
 }
 
 // Rule 13: what an older leader decided anywhere is completed everywhere before this one joins.
@@ -140,6 +194,7 @@ absl::Status Session::FinishTakeOver(const std::vector<v1::TakeOverResponse>& re
   }
   while (!leader_->ready()) {
     if (!fatal_.ok()) return fatal_;
+    if (!leader_->failure().ok()) return leader_->failure();
     if (!changed_.WaitUntilMicros(&mutex_, deadline)) {
       return absl::DeadlineExceededError(absl::StrCat(
           "taking over run \"", layout_.options().run, "\": waiting for ", leader_->Awaited(),
@@ -153,26 +208,11 @@ void Session::StartTrainer(const std::vector<v1::JoinRunResponse>& answers) {
   lease_ = static_cast<int64_t>(answers[0].lease_seconds() * 1e6);
   step_timeout_ = static_cast<int64_t>(answers[0].step_timeout_seconds() * 1e6);
   chunk_bytes_ = layout_.options().chunk_bytes;
-  owners_.assign(answers[0].owners().begin(), answers[0].owners().end());
   for (const v1::JoinRunResponse& answer : answers) {
     if (answer.credit_window_bytes() > 0) {
       chunk_bytes_ = std::min(chunk_bytes_, answer.credit_window_bytes());
     }
   }
-  const auto to_machine = [&](const WireBlock& block) {
-    TrainerBlock machine;
-    machine.matrix = block.shard;
-    machine.server = answers[0].owners(block.shard);
-    machine.elements = block.elements();
-    machine.element_bytes = static_cast<int32_t>(DTypeSize(block.dtype));
-    machine.parts = block.parts;
-    machine.piece_elements = chunk_bytes_ / machine.element_bytes;
-    return machine;
-  };
-  std::vector<TrainerBlock> push;
-  std::vector<TrainerBlock> pull;
-  for (const WireBlock& block : layout_.wire_push()) push.push_back(to_machine(block));
-  for (const WireBlock& block : layout_.wire_pull()) pull.push_back(to_machine(block));
   // Memory for updates is written to before the first of them arrives: page faults would cost the
   // first step more than the copying itself.
   std::vector<std::shared_ptr<Buffer>> buffers;
@@ -184,6 +224,9 @@ void Session::StartTrainer(const std::vector<v1::JoinRunResponse>& answers) {
   MutexLock lock(&mutex_);
   pulled_.resize(buffers.size());
   for (size_t i = 0; i < buffers.size(); ++i) pulled_[i].buffer = std::move(buffers[i]);
+  owners_.assign(answers[0].owners().begin(), answers[0].owners().end());
+  std::vector<TrainerBlock> push, pull;
+  MachineBlocks(&push, &pull);
   trainer_.emplace(static_cast<int32_t>(servers_.size()), std::move(push), std::move(pull));
   for (int32_t s = 0; s < static_cast<int32_t>(servers_.size()); ++s) {
     servers_[s].consumed = answers[s].consumed_step();
@@ -202,6 +245,30 @@ void Session::StartTrainer(const std::vector<v1::JoinRunResponse>& answers) {
   for (const auto& [server, message] : early_) HandleControl(server, message);
   early_.clear();
   wake_.NotifyAll();
+  mover_ended_ = false;
+  mover_ = std::thread([this] {
+    RunMover();
+    MutexLock mover_lock(&mutex_);
+    mover_ended_ = true;
+    changed_.NotifyAll();
+  });
+}
+
+void Session::MachineBlocks(std::vector<TrainerBlock>* push,
+                            std::vector<TrainerBlock>* pull) const {
+  const auto to_machine = [this](const WireBlock& block) {
+    mutex_.AssertHeld();
+    TrainerBlock machine;
+    machine.matrix = block.shard;
+    machine.server = owners_[block.shard];
+    machine.elements = block.elements();
+    machine.element_bytes = static_cast<int32_t>(DTypeSize(block.dtype));
+    machine.parts = block.parts;
+    machine.piece_elements = chunk_bytes_ / machine.element_bytes;
+    return machine;
+  };
+  for (const WireBlock& block : layout_.wire_push()) push->push_back(to_machine(block));
+  for (const WireBlock& block : layout_.wire_pull()) pull->push_back(to_machine(block));
 }
 
 absl::Status Session::FinalError() const {
@@ -217,27 +284,43 @@ Session::~Session() {
     MutexLock lock(&mutex_);
     while (callers_ > 0) no_callers_.Wait(&mutex_);
     stopping_ = true;
+    changed_.NotifyAll();
+  }
+  // A call that it begins now is cancelled too.
+  for (bool ended = false; !ended;) {
+    Cancel();
+    MutexLock lock(&mutex_);
+    if (!mover_ended_) changed_.WaitUntilMicros(&mutex_, Now() + kCancelAgainMicros);
+    ended = mover_ended_;
+  }
+  if (mover_.joinable()) mover_.join();
+  {
+    MutexLock lock(&mutex_);
     links_wanted_ = false;
     wake_.NotifyAll();
   }
   if (thread_.joinable()) thread_.join();
+  std::vector<ServerState> servers;  // connections wait for their calls
   {
     MutexLock lock(&mutex_);
-    servers_.clear();  // connections wait for their calls
+    servers.swap(servers_);
+    calling_.clear();
   }
+  servers.clear();
   // Streams are gone, so what is left ends with the sockets.
   while (!borrowed_->WaitReturned(Now() + 1000000)) {
   }
 }
 
 void Session::Cancel() {
-  const Servers servers = AllServers();
+  std::vector<std::shared_ptr<ServerConnection>> connections = AllServers().connections;
   {
     MutexLock lock(&mutex_);
     cancelled_ = true;
+    connections.insert(connections.end(), calling_.begin(), calling_.end());
     changed_.NotifyAll();
   }
-  for (ServerConnection* connection : servers.connections) connection->CancelCalls();
+  for (const auto& connection : connections) connection->CancelCalls();
 }
 
 absl::Status Session::Close() {
@@ -248,15 +331,18 @@ absl::Status Session::Close() {
     if (closed_) return absl::OkStatus();
     if (cancelled_) return Cancelled();
     closed_ = true;
+    changed_.NotifyAll();
+    // A move that is under way ends first: it is cancelled, or where it cannot be, completed.
+    const int64_t deadline = Now() + kCloseMicros;
+    while ((moving_ || leading_) && Now() < deadline) changed_.WaitUntilMicros(&mutex_, deadline);
     *request.mutable_sender() = sender_;
     request.set_applied_step(trainer_->applied());
-    changed_.NotifyAll();
   }
   absl::Status first;
-  for (const absl::Status& status :
+  for (const absl::StatusOr<std::string>& answer :
        CallEach(AllServers(), "CloseRun", request.SerializeAsString(), kCloseMicros)) {
     // A server that let the run go has nothing left to close.
-    if (first.ok() && !absl::IsNotFound(status)) first = status;
+    if (first.ok() && !absl::IsNotFound(answer.status())) first = answer.status();
   }
   if (trace_) first.Update(trace_->trace()->Flush());
   MutexLock lock(&mutex_);

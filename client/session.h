@@ -14,7 +14,8 @@
 //
 // Files: session.cc (connecting, life), session_step.cc (the calls of a step), session_wait.cc
 // (waiting), session_links.cc (streams, own thread), session_updates.cc (what arrives, and applying
-// it), session_weights.cc (initial weights).
+// it), session_weights.cc (initial weights), session_move.cc and
+// session_lead.cc (changes of placement).
 //
 // Users speak of blocks of parameters; the machines and the wire of those blocks' parts in each
 // shard ("wire blocks", client/layout.h), which differ where a parameter is a stack of matrices and
@@ -38,6 +39,8 @@
 #include "client/calls.h"
 #include "client/layout.h"
 #include "client/leader_machine.h"
+#include "client/move_request.h"
+#include "client/open_run.h"
 #include "client/session_trace.h"
 #include "client/trainer.h"
 #include "client/trainer_machine.h"
@@ -114,7 +117,7 @@ class Session {
 
   struct ServerState {
     std::string address;
-    std::unique_ptr<ServerConnection> connection;
+    std::shared_ptr<ServerConnection> connection;
     std::unique_ptr<Link> link;
     int64_t reopen_at = 0;
     int failures = 0;
@@ -123,6 +126,8 @@ class Session {
     absl::Status last_error;
     int64_t consumed = 0;  // at join
     bool weights_needed = false;
+    bool comes_in = false;    // of the leader: it is not in the run yet, and has no data streams
+    bool link_wanted = true;  // as long as links are
   };
 
   // Where the bytes of a (block, part) are during an attempt.
@@ -167,10 +172,14 @@ class Session {
 
   // ---- connecting (session.cc)
   absl::Status Join();
-  absl::StatusOr<Incarnation> OpenOrTakeOver(const Servers& servers, int64_t connect_deadline,
-                                             int64_t deadline);
+  absl::StatusOr<Incarnation> OpenOrTakeOver(int64_t connect_deadline, int64_t deadline);
+  absl::Status TakeOverAll(const Survey& survey, const Incarnation& incarnation, int64_t deadline);
   absl::Status FinishTakeOver(const std::vector<v1::TakeOverResponse>& records, int64_t deadline);
+  void SetServers(const Servers& servers);
   void StartTrainer(const std::vector<v1::JoinRunResponse>& answers);
+  // The blocks as the machine knows them, under owners_.
+  void MachineBlocks(std::vector<TrainerBlock>* push, std::vector<TrainerBlock>* pull) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Servers AllServers() const;
 
   // ---- streams (session_links.cc)
@@ -199,6 +208,35 @@ class Session {
   void OnSent(int32_t server, Link* link, size_t stream);
   void OnStreamClosed(int32_t server, Link* link, const absl::Status& why);
   void Fail(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // ---- changes of placement (session_move.cc, session_lead.cc)
+  void RunMover();
+  bool Stopping() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SetCalling(const Servers& servers);
+  bool MaySurvey() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SurveyServers();
+  void RefuseWish(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool MayLead() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void MaybeLead() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnReplanAsked(const v1::ReplanAsked& asked) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnEpochAck(int32_t server, const v1::EpochAck& ack) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnMoved(int32_t server, const v1::Moved& moved) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<v1::Placement> Lead();
+  absl::Status OpenOnNew(const Servers& all, const v1::OpenRunRequest& opened,
+                         const v1::Prepare& prepare);
+  void CloseOnNew(const Servers& all, const v1::OpenRunRequest& opened);
+  absl::StatusOr<v1::Placement> DriveMove(const Servers& all, const v1::Prepare& prepare);
+  void ResumeHere(const absl::Status& why);
+  bool AnyLinkFrom(size_t first) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status LeaveLinks();
+  absl::Status Follow(const v1::Placement& placement);
+  Servers ConnectTo(const std::vector<std::string>& addresses);
+  absl::StatusOr<std::vector<v1::JoinRunResponse>> JoinNewest(Servers* servers,
+                                                              const Incarnation& incarnation,
+                                                              std::optional<int64_t> applied,
+                                                              int64_t epoch, int64_t deadline);
+  void Adopt(const Servers& servers, const std::vector<v1::JoinRunResponse>& answers,
+             std::optional<int64_t> applied);
 
   // ---- updates (session_updates.cc)
   void OnChunk(int32_t server, Link* link, IncomingChunk* chunk);
@@ -246,7 +284,6 @@ class Session {
   Layout layout_;                        // matrices are cut when the run was joined
   std::unique_ptr<SessionTrace> trace_;  // null: none is written; used under mutex_
   std::vector<size_t> first_source_;     // by push block: index of its part 0 in sources_
-  std::vector<int32_t> owners_;          // by shard: index of its server
   int64_t step_timeout_ = 0;             // microseconds, as the next
   int64_t lease_ = 0;
   int64_t chunk_bytes_ = 0;
@@ -255,6 +292,8 @@ class Session {
   CondVar changed_;  // somebody in Wait may have to look
   CondVar wake_;     // the own thread has something to do
   std::vector<ServerState> servers_ ABSL_GUARDED_BY(mutex_);
+  std::vector<int32_t> owners_ ABSL_GUARDED_BY(mutex_);  // by shard: index of its server
+  int links_dying_ ABSL_GUARDED_BY(mutex_) = 0;          // taken from servers_, not yet destroyed
   v1::Sender sender_ ABSL_GUARDED_BY(mutex_);
   std::optional<TrainerMachine> trainer_ ABSL_GUARDED_BY(mutex_);
   std::optional<LeaderMachine> leader_ ABSL_GUARDED_BY(mutex_);
@@ -271,6 +310,21 @@ class Session {
   bool push_ended_ ABSL_GUARDED_BY(mutex_) = false;
   StepTimings timings_ ABSL_GUARDED_BY(mutex_);
 
+  // Changes of placement.
+  v1::OpenRunRequest opened_ ABSL_GUARDED_BY(mutex_);  // of the leader: the run as it is now
+  int64_t largest_epoch_ ABSL_GUARDED_BY(mutex_) = 1;  // ever in force or prepared, as far as known
+  MoveWish wish_ ABSL_GUARDED_BY(mutex_);              // what the leader was asked for
+  int64_t lead_after_ ABSL_GUARDED_BY(mutex_) = 0;     // no move begins before
+  // The servers in force and those to come in, and what they said; empty: to be asked.
+  Servers surveyed_ ABSL_GUARDED_BY(mutex_);
+  std::vector<v1::ServerInfo> infos_ ABSL_GUARDED_BY(mutex_);
+  // The leader withholds its BeginStep: it is about to move the run, or at it.
+  bool leading_ ABSL_GUARDED_BY(mutex_) = false;
+  bool moving_ ABSL_GUARDED_BY(mutex_) = false;  // the mover is at work
+  std::optional<v1::Placement> heard_moved_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<ServerConnection>> calling_ ABSL_GUARDED_BY(mutex_);  // of the mover
+  bool mover_ended_ ABSL_GUARDED_BY(mutex_) = true;
+
   absl::Status fatal_ ABSL_GUARDED_BY(mutex_);
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
@@ -280,6 +334,7 @@ class Session {
   mutable CondVar no_callers_;
 
   std::thread thread_;
+  std::thread mover_;
 };
 
 }  // namespace stiefel

@@ -14,6 +14,8 @@ namespace {
 constexpr int kMaxPieces = 4096;
 // A session thread that is later than this was not running: silence is its own, not the servers'.
 constexpr int64_t kFrozenMicros = 1000000;
+// Streams to a server that is to come in may break this often.
+constexpr int kMaxFailures = 4;
 
 int64_t Now() { return RealClock().NowMicros(); }
 
@@ -105,7 +107,7 @@ void Session::OpenLink(int32_t server) {
     leader_->OnServerUp(server, &sends);
     Perform(std::move(sends));
   }
-  if (trainer_) OpenDataStreams(server);
+  if (trainer_ && !state.comes_in) OpenDataStreams(server);
 }
 
 void Session::OpenDataStreams(int32_t server) {
@@ -130,7 +132,7 @@ void Session::CloseLink(int32_t server, Link* link, const absl::Status& why) {
   if (link->closing) return;
   link->closing = true;
   servers_[server].last_error = OwnCopy(why);
-  if (trainer_) trainer_->OnServerDown(server);
+  if (trainer_ && !servers_[server].comes_in) trainer_->OnServerDown(server);
   changed_.NotifyAll();
   wake_.NotifyAll();
 }
@@ -141,7 +143,17 @@ void Session::OnStreamClosed(int32_t server, Link* link, const absl::Status& why
   if (!link->closing) {
     const absl::Status reason =
         why.ok() ? absl::UnavailableError("the server ended the stream") : why;
-    if (Final(reason)) Fail(AtServer(servers_[server].address, reason));
+    // While the run moves, a server may have let it go before this rank heard where it went.
+    const bool moving = moving_ || leading_ || heard_moved_.has_value();
+    if (servers_[server].comes_in && (Final(reason) || servers_[server].failures >= kMaxFailures)) {
+      v1::EpochAck failed;
+      failed.set_epoch(leader_->largest_epoch());
+      failed.set_state(v1::EpochAck::FAILED);
+      failed.set_reason(std::string(AtServer(servers_[server].address, reason).message()));
+      OnEpochAck(server, failed);
+    } else if (Final(reason) && !moving && !servers_[server].comes_in) {
+      Fail(AtServer(servers_[server].address, reason));
+    }
     CloseLink(server, link, reason);
     ++servers_[server].failures;
     ++timings_.reconnects;
@@ -166,7 +178,7 @@ bool Session::TendLinks(int64_t now, std::vector<Link*>* cancel,
   bool any = false;
   for (int32_t s = 0; s < static_cast<int32_t>(servers_.size()); ++s) {
     ServerState& server = servers_[s];
-    if (server.link && !links_wanted_) {
+    if (server.link && (!links_wanted_ || !server.link_wanted)) {
       CloseLink(s, server.link.get(), absl::CancelledError("the trainer left"));
     }
     if (server.link && server.link->closing) {
@@ -186,7 +198,7 @@ bool Session::TendLinks(int64_t now, std::vector<Link*>* cancel,
       SendControl(s, std::move(heartbeat));
       server.heartbeat_at = now + HeartbeatMicros();
     }
-    if (!server.link && links_wanted_ && fatal_.ok()) {
+    if (!server.link && links_wanted_ && server.link_wanted && fatal_.ok()) {
       if (now >= server.reopen_at) OpenLink(s);
       *wake = std::min(*wake, server.reopen_at);
     }
@@ -217,6 +229,7 @@ void Session::RunThread() {
       Look(now);
       int64_t wake = now + std::min(HeartbeatMicros(), kFrozenMicros / 4);
       const bool any = TendLinks(now, &cancel, &destroy, &wake);
+      links_dying_ = static_cast<int>(destroy.size());
       if (cancel.empty() && destroy.empty()) {
         if (stopping_ && !any) return;
         wake_.WaitUntilMicros(&mutex_, std::max(wake, now + 1000));
@@ -228,6 +241,10 @@ void Session::RunThread() {
       link->control->Cancel();
       for (const auto& stream : link->data) stream->Cancel();
     }
+    destroy.clear();
+    MutexLock lock(&mutex_);
+    links_dying_ = 0;
+    changed_.NotifyAll();
   }
 }
 
@@ -236,6 +253,10 @@ void Session::RunThread() {
 void Session::SendControl(int32_t server, v1::TrainerMessage message) {
   Link* link = servers_[server].link.get();
   if (link == nullptr || link->closing) return;  // the machines send again when it is up
+  // Withheld until the leader's move is over; the machine sends it again then.
+  if (leading_ &&
+      (message.has_begin_step() || message.has_end_push() || message.has_arrived_query()))
+    return;
   *message.mutable_sender() = sender_;
   link->control->Send(message);
 }
@@ -266,6 +287,8 @@ void Session::AddSpans(const WireBlock& wire, const Source& source, int64_t offs
 }
 
 bool Session::NextChunk(int32_t server, Link** link, size_t* stream, OutgoingChunk* chunk) {
+  // Servers may be others, and fewer, since the caller looked.
+  if (server >= static_cast<int32_t>(servers_.size()) || servers_[server].comes_in) return false;
   Link* current = servers_[server].link.get();
   if (current == nullptr || current->closing || current->data.empty()) return false;
   const size_t count = current->data.size();
@@ -323,11 +346,16 @@ void Session::Pump(int32_t server) {
 }
 
 void Session::PumpAll() {
-  for (int32_t s = 0; s < static_cast<int32_t>(layout_.options().servers.size()); ++s) Pump(s);
+  int32_t count = 0;
+  {
+    MutexLock lock(&mutex_);
+    count = static_cast<int32_t>(servers_.size());
+  }
+  for (int32_t s = 0; s < count; ++s) Pump(s);
 }
 
 void Session::NotePushed() {
-  if (!push_ended_ || timings_.push_s != 0) return;
+  if (!push_ended_ || timings_.push_s != 0 || leading_) return;
   for (int32_t s = 0; s < static_cast<int32_t>(servers_.size()); ++s) {
     const Link* link = servers_[s].link.get();
     if (!trainer_->AllSent(s) || link == nullptr) return;
@@ -356,9 +384,13 @@ void Session::OnControl(int32_t server, Link* link, const v1::ServerMessage& mes
     ServerState& state = servers_[server];
     state.heard = Now();
     state.failures = 0;
-    // Rule 1: of another run or placement.
-    if (message.run_uid() != sender_.run_uid() ||
-        message.placement_epoch() != sender_.placement_epoch()) {
+    // Rule 1: of another run or placement. Words about placements name theirs themselves.
+    if (message.run_uid() != sender_.run_uid()) return;
+    if (message.has_epoch_ack()) return OnEpochAck(server, message.epoch_ack());
+    if (message.has_moved()) return OnMoved(server, message.moved());
+    if (message.placement_epoch() != sender_.placement_epoch() || state.comes_in) return;
+    if (message.has_replan_asked()) {
+      if (leader_) OnReplanAsked(message.replan_asked());
       return;
     }
     HandleControl(server, message);

@@ -78,11 +78,15 @@ absl::Status Session::Begin(int64_t step, const StepOptions& options) {
   {
     MutexLock lock(&mutex_);
     STIEFEL_RETURN_IF_ERROR(FinalError());
+    MaybeLead();
     TrainerSends sends;
     STIEFEL_RETURN_IF_ERROR(trainer_->Begin(step, std::move(begin), &sends));
     step_options_ = options;
     for (Source& source : sources_) source.data = nullptr;
-    timings_ = StepTimings();
+    StepTimings timings;
+    timings.moves = timings_.moves;
+    timings.move_s = timings_.move_s;
+    timings_ = timings;
     begun_at_ = Now();
     if (trace_) trace_->Begun(step, begun_at_);
     awaiting_since_ = 0;
@@ -227,6 +231,7 @@ absl::Status Session::Done() {
   awaiting_since_ = 0;
   if (trace_) trace_->Done(Now());
   Perform(std::move(sends));
+  MaybeLead();
   return absl::OkStatus();
 }
 

@@ -81,6 +81,11 @@ absl::Status Session::Silent(int64_t now, int64_t limit) const {
 }
 
 absl::Status Session::TimedOut(int64_t now) const {
+  if (moving_ || leading_ || heard_moved_) {
+    return absl::DeadlineExceededError(absl::StrCat(
+        "step ", trainer_->target(), " has not ended; the run is being moved to other servers",
+        leader_ && leader_->moving() ? absl::StrCat(", waiting for ", leader_->Awaited()) : ""));
+  }
   // A server that should have answered a heartbeat, or whose streams are down, is named first.
   STIEFEL_RETURN_IF_ERROR(Silent(now, 3 * HeartbeatMicros()));
   for (const int32_t s : trainer_->UnfinishedServers()) {
@@ -109,6 +114,7 @@ std::optional<absl::StatusOr<StepOutcome>> Session::CheckWait(int32_t parameter,
     if (parameter < 0 && timings_.decide_s == 0) timings_.decide_s = elapsed;
     return ToOutcome(*end);
   }
+  if (moving_ || leading_ || heard_moved_) return std::nullopt;  // servers are others soon
   if (!trainer_->step_error().ok()) return trainer_->step_error();
   if (absl::Status silent = Silent(now, step_timeout_); !silent.ok()) return silent;
   if (awaiting_since_ != 0 && now - awaiting_since_ >= kAwaitingGraceMicros) {

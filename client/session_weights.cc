@@ -99,17 +99,19 @@ absl::Status Session::InitWeights(int32_t parameter, const Rect& rect, const Ten
     data = staging.get();
   }
   v1::Sender sender;
+  std::vector<int32_t> owners;
   {
     MutexLock lock(&mutex_);
     STIEFEL_RETURN_IF_ERROR(FinalError());
     sender = sender_;
+    owners = owners_;
   }
   // The loans of this call alone: gradients may be under way at the same time.
   const auto lent = std::make_shared<BorrowedMemory>();
   std::map<int32_t, std::vector<OutgoingChunk>> chunks;  // by server
   for (const WireBlock& wire : wires) {
     AddChunks(wire.shard, wire.rect, data + wire.first * DTypeSize(dtype), dtype, sender,
-              chunk_bytes_, lent.get(), &chunks[owners_[wire.shard]]);
+              chunk_bytes_, lent.get(), &chunks[owners[wire.shard]]);
   }
   absl::Status first;
   for (auto& [server, list] : chunks) {
@@ -122,10 +124,12 @@ absl::Status Session::InitWeights(int32_t parameter, const Rect& rect, const Ten
 }
 
 absl::Status Session::SendInitWeights(int32_t server, std::vector<OutgoingChunk> chunks) {
-  ServerConnection* connection = nullptr;
+  std::shared_ptr<ServerConnection> connection;
+  std::string address;
   {
     MutexLock lock(&mutex_);
-    connection = servers_[server].connection.get();
+    connection = servers_[server].connection;
+    address = servers_[server].address;
   }
   const auto reply = std::make_shared<Reply>();
   connection->InitWeights(std::move(chunks),
@@ -142,11 +146,10 @@ absl::Status Session::SendInitWeights(int32_t server, std::vector<OutgoingChunk>
     MutexLock lock(&reply->mutex);
     while (!reply->done) reply->changed.Wait(&reply->mutex);
     if (!reply->status.ok()) {
-      return AtServer(layout_.options().servers[server], reply->status);
+      return AtServer(address, reply->status);
     }
     if (!response.ParseFromString(reply->response)) {
-      return AtServer(layout_.options().servers[server],
-                      absl::DataLossError("the response to InitWeights does not parse"));
+      return AtServer(address, absl::DataLossError("the response to InitWeights does not parse"));
     }
   }
   MutexLock lock(&mutex_);

@@ -130,6 +130,9 @@ struct TrainerOptions {
   absl::Duration step_timeout = absl::Seconds(60);
   absl::Duration lease = absl::Seconds(15);
   absl::Duration takeover_timeout = absl::Seconds(300);
+  // State and weights that one change of placement may move, in bytes; what is left moves at later
+  // steps. One shard always may.
+  int64_t move_bytes = int64_t{1} << 30;
 };
 
 // Overrides of one step for one parameter group; unset: the registered value, or the schedule.
@@ -171,6 +174,8 @@ struct StepTimings {
   int64_t chunks_pushed = 0;
   int64_t chunks_pulled = 0;
   int64_t reconnects = 0;
+  int64_t moves = 0;  // changes of placement since Connect
+  double move_s = 0;  // that they took, from the leader's first question or the first word of them
 };
 
 struct ApplyOptions {

@@ -114,6 +114,13 @@ void GrpcServer::Shutdown() { ShutdownWithin(core_->options().grace_seconds); }
 
 GrpcServer::~GrpcServer() { ShutdownWithin(0); }
 
+void GrpcServer::WaitWhile(const std::function<bool()>& still, int64_t deadline_micros) {
+  while (still() && RealClock().NowMicros() < deadline_micros) {
+    MutexLock lock(&mutex_);
+    changed_.WaitForMicros(&mutex_, kDrainPollMicros);
+  }
+}
+
 void GrpcServer::ShutdownWithin(double grace_seconds) {
   {
     MutexLock lock(&mutex_);
@@ -122,12 +129,11 @@ void GrpcServer::ShutdownWithin(double grace_seconds) {
   }
   if (server_ != nullptr) {
     server_->GetHealthCheckService()->SetServingStatus(false);
-    core_->Drain();
     const int64_t deadline = RealClock().NowMicros() + static_cast<int64_t>(grace_seconds * 1e6);
-    while (!core_->Drained() && RealClock().NowMicros() < deadline) {
-      MutexLock lock(&mutex_);
-      changed_.WaitForMicros(&mutex_, kDrainPollMicros);
-    }
+    if (grace_seconds > 0 && core_->options().drain_to_peers && core_->AskToLeave())
+      WaitWhile([this] { return core_->Leaving() || (core_->Away() && !core_->Left()); }, deadline);
+    core_->Drain();
+    WaitWhile([this] { return !core_->Drained(); }, deadline);
     if (!core_->Drained())
       spdlog::warn("stopping although a step is not decided, or its updates not sent");
   }

@@ -4,6 +4,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -38,8 +39,9 @@ class GrpcServer {
   int port() const { return port_; }
   OptimizerServer& core() { return *core_; }
 
-  // Drains: health NOT_SERVING, no new attempts; waits up to options().grace_seconds for the
-  // decision of a voted step; ends all streams and calls; returns when all is over. Once.
+  // Drains: health NOT_SERVING; waits up to options().grace_seconds, first for the run's leader to
+  // move what is held here to other servers (options().drain_to_peers), then, without new attempts,
+  // for the decision of a voted step; ends all streams and calls; returns when all is over. Once.
   void Shutdown();
 
  private:
@@ -47,6 +49,7 @@ class GrpcServer {
   absl::Status Listen();
   void Loop();
   void ShutdownWithin(double grace_seconds);
+  void WaitWhile(const std::function<bool()>& still, int64_t deadline_micros);
 
   // Constant after Start.
   const Clock& clock_;

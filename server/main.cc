@@ -55,8 +55,10 @@ void Define(CLI::App* app, Flags* flags) {
                   "Open data streams of one rank")
       ->capture_default_str();
   app->add_option("--grace-seconds", options.grace_seconds,
-                  "How long SIGTERM waits for the decision of a voted step")
+                  "How long SIGTERM waits to be emptied, and for the decision of a voted step")
       ->capture_default_str();
+  app->add_flag("--drain-to-peers,!--no-drain-to-peers", options.drain_to_peers,
+                "On SIGTERM have the run's other servers take over what this one holds (default)");
   app->add_option("--speed", options.speed, "Relative speed, for placement")->capture_default_str();
   app->add_option("--trace", options.trace_file,
                   "Write a Chrome trace of pushes, computations, pulls and decisions to this file");

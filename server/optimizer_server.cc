@@ -138,11 +138,20 @@ absl::StatusOr<v1::OpenRunResponse> OptimizerServer::OpenRun(const v1::OpenRunRe
   if (draining_) return absl::UnavailableError("this server is draining: it opens no run");
   v1::OpenRunResponse response;
   if (run_ != nullptr && !run_->ended()) {
-    const v1::OpenRunRequest& held = run_->spec().opened();
+    const std::shared_ptr<const RunSpec> spec = run_->spec();
+    const v1::OpenRunRequest& held = spec->opened();
     if (held.SerializeAsString() == request.SerializeAsString()) {
       response.set_already_open(true);
       return response;
     }
+  }
+  if (run_ != nullptr && run_->MayBeReplacedBy(request)) {
+    run_->Disconnect(absl::AbortedError(absl::StrCat("replaced by ", Describe(request))));
+    Forget();
+  }
+  if (run_ != nullptr && !run_->ended()) {
+    const std::shared_ptr<const RunSpec> spec = run_->spec();
+    const v1::OpenRunRequest& held = spec->opened();
     const double seconds = run_->ReleaseSeconds();
     const bool same = held.run_uid() == request.run_uid();
     return absl::FailedPreconditionError(absl::StrCat(
@@ -156,7 +165,7 @@ absl::StatusOr<v1::OpenRunResponse> OptimizerServer::OpenRun(const v1::OpenRunRe
                                                 trace_.get(), peers_, workers_.get()},
                                                request));
   spdlog::info("opened {}: {} of {} matrices here, {} trainers", Describe(request),
-               run_->spec().owned().size(), request.parameters_size(), request.world_size());
+               run_->spec()->owned().size(), request.parameters_size(), request.world_size());
   return response;
 }
 
@@ -164,18 +173,18 @@ absl::Status OptimizerServer::NotOpen(const std::string& asked) const {
   const bool held = run_ != nullptr && !run_->ended();
   return absl::NotFoundError(
       absl::StrCat(asked, " is not open on this server, which holds ",
-                   held ? Describe(run_->spec().opened()) : std::string("no run")));
+                   held ? Describe(run_->spec()->opened()) : std::string("no run")));
 }
 
 absl::StatusOr<std::shared_ptr<RunHost>> OptimizerServer::FindRun(const std::string& name) const {
   MutexLock lock(&mutex_);
-  if (run_ != nullptr && !run_->ended() && run_->spec().opened().name() == name) return run_;
+  if (run_ != nullptr && !run_->ended() && run_->spec()->opened().name() == name) return run_;
   return NotOpen(absl::StrCat("run \"", name, "\""));
 }
 
 absl::StatusOr<std::shared_ptr<RunHost>> OptimizerServer::FindRun(uint64_t run_uid) const {
   MutexLock lock(&mutex_);
-  if (run_ != nullptr && !run_->ended() && run_->spec().opened().run_uid() == run_uid) return run_;
+  if (run_ != nullptr && !run_->ended() && run_->spec()->opened().run_uid() == run_uid) return run_;
   return NotOpen(absl::StrCat("run with uid ", run_uid));
 }
 
@@ -184,7 +193,7 @@ absl::StatusOr<v1::CloseRunResponse> OptimizerServer::CloseRun(const v1::CloseRu
   if (run.ok()) return (*run)->CloseRun(request);
   MutexLock lock(&mutex_);
   const bool was_last =
-      (run_ != nullptr && run_->spec().opened().run_uid() == request.sender().run_uid()) ||
+      (run_ != nullptr && run_->spec()->opened().run_uid() == request.sender().run_uid()) ||
       (last_ended_uid_ != 0 && last_ended_uid_ == request.sender().run_uid());
   if (!was_last) return run.status();
   v1::CloseRunResponse response;
@@ -262,9 +271,32 @@ void OptimizerServer::Tick() {
 // The run is over: what it held in the engine is free for the next.
 void OptimizerServer::Forget() {
   if (run_ == nullptr) return;
-  last_ended_uid_ = run_->spec().opened().run_uid();
+  last_ended_uid_ = run_->spec()->opened().run_uid();
   run_.reset();
   engine_->SetWorkspaces({});
+}
+
+bool OptimizerServer::AskToLeave() {
+  const std::shared_ptr<RunHost> run = LiveRun();
+  if (run == nullptr || !run->AskToLeave()) return false;
+  MutexLock lock(&mutex_);
+  draining_ = true;
+  return true;
+}
+
+bool OptimizerServer::Leaving() const {
+  const std::shared_ptr<RunHost> run = LiveRun();
+  return run != nullptr && run->Leaving();
+}
+
+bool OptimizerServer::Away() const {
+  const std::shared_ptr<RunHost> run = LiveRun();
+  return run != nullptr && run->Away();
+}
+
+bool OptimizerServer::Left() const {
+  const std::shared_ptr<RunHost> run = LiveRun();
+  return run == nullptr || run->Left();
 }
 
 void OptimizerServer::Drain() {

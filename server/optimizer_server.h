@@ -26,7 +26,8 @@ class OptimizerServer {
  public:
   // Fills in what the options leave to the machine. INVALID_ARGUMENT: options out of range, with
   // their values. The clock outlives the server, and so does `peers`, how it reaches other servers
-  // of its run (null: matrices whose shards lie on several servers are refused).
+  // of its run (null: matrices whose shards lie on several servers are refused, and it takes over
+  // nothing that others hold).
   static absl::StatusOr<std::unique_ptr<OptimizerServer>> Create(ServerOptions options,
                                                                  const Clock* clock,
                                                                  PeerTransport* peers = nullptr);
@@ -56,6 +57,15 @@ class OptimizerServer {
 
   // About four times a second: deadlines of the run, its release, the load.
   void Tick();
+
+  // Told to stop: asks the leader to take the run's shards elsewhere, and opens nothing more; steps
+  // go on. False: nobody could do it.
+  bool AskToLeave();
+  // Whether that is still to come: not refused, and the leader is there.
+  bool Leaving() const;
+  // The run went elsewhere; and its ranks were told (true also without a run).
+  bool Away() const;
+  bool Left() const;
 
   // Told to stop: opens and begins nothing more.
   void Drain();

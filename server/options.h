@@ -36,7 +36,11 @@ struct ServerOptions {
   // Where to write what was done when (common/trace.h). Empty: nowhere.
   std::string trace_file;
 
-  // How long a server that was told to stop waits for the decision of a voted step, in seconds.
+  // A server that is told to stop first asks its run's leader to move its shards to the other
+  // servers. Where that is refused, or does not come within the grace period, it stops as alone.
+  bool drain_to_peers = true;
+  // How long a server that was told to stop waits for that, and for the decision of a voted step,
+  // in seconds.
   double grace_seconds = 10;
   // Relative speed, for the leader's placement.
   double speed = 1;

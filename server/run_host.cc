@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "server/need_order.h"
+#include "server/peer_state.h"
 
 namespace stiefel {
 namespace {
@@ -19,16 +20,25 @@ constexpr size_t kJoinsPerRank = 16;
 
 RunHost::RunHost(Environment environment, std::shared_ptr<const RunSpec> spec)
     : environment_(std::move(environment)),
-      spec_(std::move(spec)),
       opened_at_(environment_.clock->NowMicros()),
+      spec_(std::move(spec)),
       machine_(spec_, opened_at_),
       ranks_(spec_->world_size()) {}
+
+RunHost::~RunHost() = default;
 
 absl::StatusOr<std::shared_ptr<RunHost>> RunHost::Open(Environment environment,
                                                        const v1::OpenRunRequest& request) {
   STIEFEL_ASSIGN_OR_RETURN(std::shared_ptr<const RunSpec> spec, RunSpec::Create(request));
   auto host = std::shared_ptr<RunHost>(new RunHost(std::move(environment), std::move(spec)));
   STIEFEL_RETURN_IF_ERROR(host->Allocate());
+  Turn turn;
+  {
+    MutexLock lock(&host->mutex_);
+    host->machine_.OnOpened(&turn.actions);
+    host->Perform(&turn);
+  }
+  host->EndTurn(&turn);
   return host;
 }
 
@@ -43,26 +53,31 @@ AdmissionLimits RunHost::Limits() const {
 
 absl::Status RunHost::Allocate() {
   MutexLock lock(&mutex_);
+  machine_.set_admission([this](const std::vector<RankState>& ranks) {
+    mutex_.AssertHeld();  // the machine is called under the lock only
+    return AdmitSteps(ranks);
+  });
+  if (environment_.trace != nullptr)
+    trace_ = std::make_unique<RunTrace>(environment_.trace, &machine_);
+  if (spec_->opened().has_moves_in()) {  // the shards come with their state
+    if (!spec_->weights_mode()) return absl::OkStatus();
+    init_ =
+        std::make_unique<WeightsInit>(spec_, std::map<int32_t, std::shared_ptr<SharedBuffer>>());
+    init_->Close();
+    return absl::OkStatus();
+  }
   STIEFEL_ASSIGN_OR_RETURN(admitted_, AdmitRun(*spec_, {}, Limits()));
   std::vector<MatrixStore*> stores;
-  std::vector<int64_t> workspaces;
   for (const int32_t index : spec_->owned()) {
     STIEFEL_ASSIGN_OR_RETURN(std::unique_ptr<MatrixStore> store,
                              MatrixStore::Create(index, &spec_->matrices()[index],
                                                  spec_->weights_mode(), environment_.backend));
     stores.push_back(store.get());
-    workspaces.push_back(store->WorkspaceBytes());
     stores_[index] = std::move(store);
   }
   STIEFEL_RETURN_IF_ERROR(MatrixStore::AllocateState(stores, environment_.backend));
   STIEFEL_RETURN_IF_ERROR(OpenCollective());
-  environment_.engine->SetWorkspaces(std::move(workspaces));
-  if (environment_.trace != nullptr)
-    trace_ = std::make_unique<RunTrace>(environment_.trace, &machine_);
-  machine_.set_admission([this](const std::vector<RankState>& ranks) {
-    mutex_.AssertHeld();  // the machine is called under the lock only
-    return AdmitSteps(ranks);
-  });
+  SetWorkspaces();
   if (!spec_->weights_mode()) return absl::OkStatus();
   std::map<int32_t, std::shared_ptr<SharedBuffer>> weights;
   for (const MatrixStore* store : stores) weights[store->index()] = store->weights();
@@ -180,6 +195,10 @@ void RunHost::Tick() {
     machine_.OnTick(Now(), &turn.actions);
     Perform(&turn);
     collective = collective_;
+    if (incoming_ && incoming_->fetcher != nullptr)
+      calls_.Add([fetcher = incoming_->fetcher] { fetcher->Tick(); });
+    AnswerStateCalls();
+    AnswerReplans();
   }
   EndTurn(&turn);
   if (collective != nullptr) collective->Tick();
@@ -225,17 +244,26 @@ void RunHost::Disconnect(const absl::Status& status) {
       calls_.Add([done = std::move(done), status] { done(status, {}); });
     }
     joins_.clear();
+    for (ReplanWaiter& waiter : replans_)
+      calls_.Add([done = std::move(waiter.done), status] { done(status, {}); });
+    replans_.clear();
+    state_calls_.clear();  // whoever asked hears UNAVAILABLE
+    DropIncoming();
   }
   calls_.Run();
 }
 
 // The memory of an ended run is given back when no copy and no job can touch it any more.
 void RunHost::ReleaseIfQuiet() {
-  if (!machine_.ended() || copies_ > 0 || computing_ > 0 || absorbing_ > 0 || hashing_ > 0) return;
+  if (!machine_.ended() || copies_ > 0 || computing_ > 0 || absorbing_ > 0 || hashing_ > 0 ||
+      lending_ > 0) {
+    return;
+  }
   if (collective_ != nullptr) return;
   if (stores_.empty()) return;
   targets_.clear();
   stores_.clear();
+  retired_.clear();
   if (init_ != nullptr) init_->Close();
 }
 
@@ -243,7 +271,7 @@ absl::StatusOr<WeightsInit::Progress> RunHost::TakeInitWeights(IncomingChunk* ch
   const v1::ChunkHeader& header = chunk->header();
   if (init_ == nullptr) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "run \"", spec_->opened().name(), "\" is in DELTA mode: servers hold no weights"));
+        "run \"", spec()->opened().name(), "\" is in DELTA mode: servers hold no weights"));
   }
   if (header.type() != v1::ChunkHeader::INIT_WEIGHTS)
     return absl::InvalidArgumentError(

@@ -8,7 +8,7 @@
 //
 // Files: run_host.cc (calls, life), run_host_streams.cc (streams, chunks, credits),
 // run_host_step.cc (the machine's actions, the engine), run_host_shards.cc (shards that are
-// computed together), run_host_status.cc.
+// computed together), run_host_move.cc (changes of placement), run_host_status.cc.
 #ifndef STIEFEL_SERVER_RUN_HOST_H_
 #define STIEFEL_SERVER_RUN_HOST_H_
 
@@ -47,6 +47,8 @@
 
 namespace stiefel {
 
+class StateFetcher;
+
 // Thread-safe. Made by Open; jobs and streams share its ownership.
 class RunHost final : public PeerHandler, public std::enable_shared_from_this<RunHost> {
  public:
@@ -56,8 +58,9 @@ class RunHost final : public PeerHandler, public std::enable_shared_from_this<Ru
     std::shared_ptr<Backend> backend;
     Engine* engine;
     const Clock* clock;
-    Trace* trace = nullptr;            // null: none is written
-    PeerTransport* peers = nullptr;    // null: all shards of a cut matrix must be here
+    Trace* trace = nullptr;  // null: none is written
+    // To compute with other servers, and to fetch state from them; null: neither.
+    PeerTransport* peers = nullptr;
     PeerExecutor* executor = nullptr;  // for collectives
   };
 
@@ -65,6 +68,8 @@ class RunHost final : public PeerHandler, public std::enable_shared_from_this<Ru
   // RunSpec::Create; RESOURCE_EXHAUSTED with the numbers, nothing allocated.
   static absl::StatusOr<std::shared_ptr<RunHost>> Open(Environment environment,
                                                        const v1::OpenRunRequest& request);
+
+  ~RunHost() override;
 
   // ---- calls
 
@@ -105,9 +110,30 @@ class RunHost final : public PeerHandler, public std::enable_shared_from_this<Ru
 
   // As PeerCollective::OnFetchPart.
   void OnFetchPart(const v1::FetchPartRequest& request, std::unique_ptr<PeerReply> reply) override;
-  // UNIMPLEMENTED: state does not move between servers yet.
+
+  // ---- changes of placement (run_host_move.cc)
+
+  // Another server asks for the state of a shard that it gains. Answered now or later.
+  // FAILED_PRECONDITION: another run, epoch or step; NOT_FOUND: the shard is not here.
   void OnFetchState(const v1::FetchStateRequest& request,
                     std::unique_ptr<PeerReply> reply) override;
+
+  // An operator asks for servers to be added or drained; the leader hears of it. `done` exactly
+  // once, outside locks: the placement in force once it agrees with the request (at once where
+  // wait_seconds is 0). FAILED_PRECONDITION: nobody leads the run, or the leader refuses, with its
+  // reason; DEADLINE_EXCEEDED: the placement does not agree yet.
+  using ReplanDone = std::function<void(const absl::Status&, const v1::ReplanResponse&)>;
+  void Replan(const v1::ReplanRequest& request, ReplanDone done);
+  // Asks the leader to take this server's shards elsewhere. False: nobody could do it.
+  bool AskToLeave();
+  // This server has no part in the run any more; and its ranks were told where it went.
+  bool Away() const;
+  bool Left() const;
+  // It holds nothing that a run needs: the run went elsewhere, or was to come here under a
+  // placement that `request` replaces.
+  bool MayBeReplacedBy(const v1::OpenRunRequest& request) const;
+  // It was asked to leave, and nothing speaks against it yet.
+  bool Leaving() const;
 
   // ---- time and the end
 
@@ -127,7 +153,7 @@ class RunHost final : public PeerHandler, public std::enable_shared_from_this<Ru
 
   // ---- status
 
-  const RunSpec& spec() const { return *spec_; }
+  std::shared_ptr<const RunSpec> spec() const;
   void FillHeldRun(v1::ServerInfo::HeldRun* held) const;
   void FillStatus(v1::RunStatus* status) const;
   double ReleaseSeconds() const;
@@ -196,6 +222,24 @@ class RunHost final : public PeerHandler, public std::enable_shared_from_this<Ru
     int64_t bytes = 0;
     bool check = false;  // a checksum is to be compared
     bool lost = false;
+  };
+  // What is fetched for a placement that is prepared.
+  struct Incoming {
+    std::shared_ptr<const RunSpec> next;
+    std::map<int32_t, std::unique_ptr<MatrixStore>> stores;  // of the shards gained
+    std::map<int32_t, v1::ShardState> states;
+    std::shared_ptr<StateFetcher> fetcher;  // null: nothing to fetch
+  };
+  // A FetchState call that waits until its step is decided here.
+  struct StateCall {
+    v1::FetchStateRequest request;
+    std::shared_ptr<PeerReply> reply;
+    int64_t deadline = 0;
+  };
+  struct ReplanWaiter {
+    v1::ReplanRequest request;
+    ReplanDone done;
+    int64_t deadline = 0;
   };
   struct HashRun {
     HashDone done;
@@ -272,6 +316,20 @@ class RunHost final : public PeerHandler, public std::enable_shared_from_this<Ru
   void RunStage(const std::shared_ptr<Chain>& chain, const absl::Status& ready, Stream* stream);
   void OnCollected(const std::shared_ptr<Chain>& chain, const absl::Status& status);
   void EndChain(const std::shared_ptr<Chain>& chain, const absl::Status& status);
+  // run_host_move.cc
+  absl::Status MakeRoom(Incoming* incoming) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void StartFetch(int64_t after_step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropIncoming() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnFetched(int64_t epoch, const absl::Status& status);
+  // OK: it can be answered now; UNAVAILABLE: later.
+  absl::Status CheckStateCall(const v1::FetchStateRequest& request) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AnswerStateCalls() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SetWorkspaces() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool Agrees(const v1::ReplanRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  v1::ReplanResponse PlacementNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AnswerReplans() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnReplanRefused(const v1::ReplanRefused& refused) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // run_host_status.cc
   void StartHashes() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -279,7 +337,6 @@ class RunHost final : public PeerHandler, public std::enable_shared_from_this<Ru
 
   // Constant after construction.
   const Environment environment_;
-  const std::shared_ptr<const RunSpec> spec_;
   const int64_t opened_at_;
   std::unique_ptr<WeightsInit> init_;  // null: DELTA mode
 
@@ -287,6 +344,7 @@ class RunHost final : public PeerHandler, public std::enable_shared_from_this<Ru
   OrderedCalls calls_;
 
   mutable Mutex mutex_;
+  std::shared_ptr<const RunSpec> spec_ ABSL_GUARDED_BY(mutex_);  // of the placement in force
   RunMachine machine_ ABSL_GUARDED_BY(mutex_);
   std::unique_ptr<RunTrace> trace_ ABSL_GUARDED_BY(mutex_);  // null: none is written
   std::map<int32_t, std::unique_ptr<MatrixStore>> stores_ ABSL_GUARDED_BY(mutex_);
@@ -313,6 +371,17 @@ class RunHost final : public PeerHandler, public std::enable_shared_from_this<Ru
   bool drained_ ABSL_GUARDED_BY(mutex_) = false;  // no attempt is open that was so before Drain
   std::vector<MatrixJob> absorbs_ ABSL_GUARDED_BY(mutex_);  // wait for the hash jobs
   std::vector<HashDone> hash_waiters_ ABSL_GUARDED_BY(mutex_);
+
+  std::optional<Incoming> incoming_ ABSL_GUARDED_BY(mutex_);
+  std::vector<StateCall> state_calls_ ABSL_GUARDED_BY(mutex_);
+  int64_t lending_ ABSL_GUARDED_BY(mutex_) = 0;  // FetchState calls that read committed state
+  // Gradient buffers of stores that left, or were made anew, while copies into them may be under
+  // way.
+  std::vector<std::shared_ptr<SharedBuffer>> retired_ ABSL_GUARDED_BY(mutex_);
+  std::vector<ReplanWaiter> replans_ ABSL_GUARDED_BY(mutex_);
+  bool leaving_ ABSL_GUARDED_BY(mutex_) = false;
+  std::set<int32_t> untold_
+      ABSL_GUARDED_BY(mutex_);  // ranks that have not heard where the run went
 
   double last_grad_norm_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<int64_t> step_ends_ ABSL_GUARDED_BY(mutex_);  // times of the last steps

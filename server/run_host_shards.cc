@@ -111,10 +111,6 @@ void RunHost::Stop() {
   if (collective != nullptr) collective->Cancel(kAllAttempts.first, kAllAttempts.second);
 }
 
-void RunHost::OnFetchState(const v1::FetchStateRequest&, std::unique_ptr<PeerReply> reply) {
-  reply->Finish(absl::UnimplementedError("this server does not move state"));
-}
-
 void RunHost::OnFetchPart(const v1::FetchPartRequest& request, std::unique_ptr<PeerReply> reply) {
   std::shared_ptr<PeerCollective> collective;
   {

@@ -15,6 +15,8 @@ void RunHost::FillHeldRun(v1::ServerInfo::HeldRun* held) const {
   held->set_last_consumed_step(machine_.consumed_step());
   held->set_placement_epoch(machine_.placement_epoch());
   held->set_world_size(spec_->world_size());
+  *held->mutable_servers() = PlacementNow().placement().servers();
+  held->set_server_index(machine_.away() ? -1 : spec_->opened().server_index());
   for (const RankState& rank : machine_.ranks())
     held->add_largest_generation(rank.incarnation.generation);
   held->set_live(machine_.AnyLive(now));

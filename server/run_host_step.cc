@@ -234,9 +234,9 @@ void RunHost::Do(action::Finish& action, Turn* turn) {
   MaybeSettle(turn);
 }
 
-// Absorbing writes the state in place, so it waits for whoever hashes it.
+// Absorbing writes the state in place, so it waits for whoever hashes or sends it.
 void RunHost::StartAbsorbs() {
-  if (hashing_ > 0) return;
+  if (hashing_ > 0 || lending_ > 0) return;
   for (MatrixJob& job : absorbs_) {
     environment_.engine->Submit(0, [self = shared_from_this(), job = std::move(job)](
                                        const absl::Status& ready, Stream* stream, DeviceBuffer*) {
@@ -270,8 +270,10 @@ void RunHost::MaybeSettle(Turn* turn) {
   if (!settling_ || copies_ > 0 || computing_ > 0 || absorbing_ > 0) return;
   const auto [step, attempt] = *settling_;
   settling_.reset();
+  retired_.clear();
   machine_.OnSettled(step, attempt, &turn->actions);
   StartHashes();
+  AnswerStateCalls();
 }
 
 void RunHost::Do(action::FreeDeltas& action, Turn*) {
@@ -303,23 +305,15 @@ void RunHost::Do(action::Fence& action, Turn* turn) {
   }
 }
 
-// State does not move between servers yet: the leader hears so and cancels, and nothing is
-// switched.
-void RunHost::Do(action::FetchState& action, Turn* turn) {
-  machine_.OnPrepared(action.next->opened().placement_epoch(),
-                      absl::UnimplementedError("this server does not move state"), &turn->actions);
-}
-
-void RunHost::Do(action::DropPrepared&, Turn*) {}
-
-void RunHost::Do(action::SwitchPlacement&, Turn*) {}
-
 void RunHost::Do(action::EndRun& action, Turn* turn) {
   spdlog::info("{}", action.reason);
   CancelAttempt(kAllAttempts.first, kAllAttempts.second, turn);
   CloseStreams(absl::FailedPreconditionError(action.reason));
   for (RankIo& io : ranks_) io.queue.Clear();
   StartAbsorbs();
+  DropIncoming();
+  AnswerStateCalls();
+  AnswerReplans();
   ReleaseIfQuiet();
 }
 

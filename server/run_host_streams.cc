@@ -26,6 +26,7 @@ absl::StatusOr<uint64_t> RunHost::OpenControl(const v1::Sender& sender,
       CloseControl(older, absl::AbortedError("replaced by a newer control stream"));
     }
     id = next_id_++;
+    untold_.erase(sender.rank());  // the machine tells it where the run went
     controls_[id] = {key, std::move(sink)};
     control_of_[key] = id;
     turn.actions = std::move(up);
@@ -48,9 +49,13 @@ void RunHost::OnControlMessage(uint64_t stream, const v1::TrainerMessage& messag
                                absl::StrCat("a message of rank ", message.sender().rank(),
                                             " on the control stream of rank ", key.first, " (",
                                             key.second.DebugString(), ")")));
+    } else if (message.has_replan_refused()) {
+      if (key.first == 0 && machine_.CheckTrainer(message.sender()).ok())
+        OnReplanRefused(message.replan_refused());
     } else {
       machine_.OnControlMessage(message, Now(), &turn.actions);
       Perform(&turn);
+      if (message.has_prepare()) AnswerStateCalls();  // some may have come before it
     }
   }
   EndTurn(&turn);
@@ -246,7 +251,9 @@ absl::Status RunHost::OnChunk(uint64_t stream, IncomingChunk* chunk) {
     MutexLock lock(&mutex_);
     --copies_;
     const int64_t now = Now();
-    for (size_t i = 0; i < placements.size(); ++i) {
+    // Under the placement before: what it wrote to is not read any more.
+    const bool moved = header.sender().placement_epoch() != machine_.placement_epoch();
+    for (size_t i = 0; i < placements.size() && !moved; ++i) {
       if (placements[i].target == nullptr) continue;
       const v1::Piece& piece = header.pieces(static_cast<int>(i));
       if (placements[i].lost) {

@@ -170,6 +170,8 @@ class RunMachine {
   // An operator, or this server's own end, asks for another placement: the leader hears of it until
   // the placement agrees.
   void OnReplanAsked(const v1::ReplanAsked& asked, Actions* actions);
+  // The leader will not do it.
+  void OnReplanRefused() { replan_.reset(); }
 
   // ---- time
   // Call about four times a second. A late call (the process was frozen) first extends every

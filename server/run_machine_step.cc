@@ -91,6 +91,7 @@ void RunMachine::OnControlMessage(const v1::TrainerMessage& message, int64_t now
     case v1::TrainerMessage::kPrepare:  // the last three: above
     case v1::TrainerMessage::kCancelPrepare:
     case v1::TrainerMessage::kSwitchPlacement:
+    case v1::TrainerMessage::kReplanRefused:  // the host's
       return;
     case v1::TrainerMessage::KIND_NOT_SET:
       return Refuse(sender.rank(), rank.incarnation,

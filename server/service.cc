@@ -64,6 +64,21 @@ class JoinCall final : public grpc::ServerUnaryReactor {
   uint64_t token_ = 0;
 };
 
+// A Replan that waits for the placement to agree. Whoever asked may go away meanwhile: it is done
+// all the same.
+class ReplanCall final : public grpc::ServerUnaryReactor {
+ public:
+  void Start(const std::shared_ptr<RunHost>& run, const v1::ReplanRequest& request,
+             v1::ReplanResponse* response) {
+    run->Replan(request,
+                [this, response](const absl::Status& status, const v1::ReplanResponse& answer) {
+                  *response = answer;
+                  Finish(ToGrpcStatus(status));
+                });
+  }
+  void OnDone() override { delete this; }
+};
+
 }  // namespace
 
 grpc::ServerUnaryReactor* OptimizerService::GetServerInfo(grpc::CallbackServerContext* context,
@@ -99,6 +114,18 @@ grpc::ServerUnaryReactor* OptimizerService::JoinRun(grpc::CallbackServerContext*
   absl::StatusOr<std::shared_ptr<RunHost>> run = server_->FindRun(request->name());
   if (!run.ok()) return Answer(context, run.status());
   auto* call = new JoinCall;
+  call->Start(*run, *request, response);
+  return call;
+}
+
+grpc::ServerUnaryReactor* OptimizerService::Replan(grpc::CallbackServerContext* context,
+                                                   const v1::ReplanRequest* request,
+                                                   v1::ReplanResponse* response) {
+  if (absl::Status known = RefuseUnknownFields(*request); !known.ok())
+    return Answer(context, known);
+  absl::StatusOr<std::shared_ptr<RunHost>> run = server_->FindRun(request->name());
+  if (!run.ok()) return Answer(context, run.status());
+  auto* call = new ReplanCall;
   call->Start(*run, *request, response);
   return call;
 }

@@ -16,7 +16,8 @@ using OptimizerServiceBase = v1::Optimizer::WithRawCallbackMethod_Data<
     v1::Optimizer::WithRawCallbackMethod_InitWeights<v1::Optimizer::WithCallbackMethod_Control<
         v1::Optimizer::WithCallbackMethod_GetServerInfo<v1::Optimizer::WithCallbackMethod_OpenRun<
             v1::Optimizer::WithCallbackMethod_TakeOver<v1::Optimizer::WithCallbackMethod_JoinRun<
-                v1::Optimizer::WithCallbackMethod_CloseRun<v1::Optimizer::Service>>>>>>>>;
+                v1::Optimizer::WithCallbackMethod_CloseRun<
+                    v1::Optimizer::WithCallbackMethod_Replan<v1::Optimizer::Service>>>>>>>>>;
 
 class OptimizerService final : public OptimizerServiceBase {
  public:
@@ -39,6 +40,9 @@ class OptimizerService final : public OptimizerServiceBase {
   grpc::ServerUnaryReactor* CloseRun(grpc::CallbackServerContext* context,
                                      const v1::CloseRunRequest* request,
                                      v1::CloseRunResponse* response) override;
+  grpc::ServerUnaryReactor* Replan(grpc::CallbackServerContext* context,
+                                   const v1::ReplanRequest* request,
+                                   v1::ReplanResponse* response) override;
   grpc::ServerBidiReactor<v1::TrainerMessage, v1::ServerMessage>* Control(
       grpc::CallbackServerContext* context) override;
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* Data(

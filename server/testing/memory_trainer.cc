@@ -151,8 +151,8 @@ absl::StatusOr<v1::JoinRunResponse> MemoryTrainer::Joined() {
 
 v1::Sender MemoryTrainer::sender() const {
   v1::Sender sender;
-  sender.set_run_uid(run_->spec().opened().run_uid());
-  sender.set_placement_epoch(run_->spec().opened().placement_epoch());
+  sender.set_run_uid(run_->spec()->opened().run_uid());
+  sender.set_placement_epoch(run_->spec()->opened().placement_epoch());
   sender.set_rank(rank_);
   *sender.mutable_incarnation() = life_.ToProto();
   return sender;

@@ -136,7 +136,7 @@ class ServerFaults(driver.FaultTest):
 
     # A voted step is decided before the server goes: it is committed on both.
     def test_sigterm_finishes_a_voted_step(self):
-        servers = self.servers(2)
+        servers = self.servers(2, "--no-drain-to-peers")
         trainers = self.trainers(servers, 2, "--steps=3", "--hold=2:ended", "--hold-close")
         for trainer in trainers:
             trainer.await_hold(2, "ended")
