@@ -19,6 +19,12 @@ class MoveFaults(driver.FaultTest):
             trainer.await_hold(3, "before")
         return trainers
 
+    def go_on(self, trainers, server):
+        """Once the leader, which is between two steps, has begun the move: it ends when the other ranks begin theirs."""
+        server.await_run(lambda run: run["phase"] == "moving", "moving")
+        for trainer in trainers:
+            trainer.go_on()
+
     def finish(self, trainers, servers, expected, states):
         """As in a run left alone."""
         for trainer in trainers:
@@ -34,8 +40,7 @@ class MoveFaults(driver.FaultTest):
         servers = self.servers(3)
         trainers = self.begin(servers)
         drain = self.ctl("drain", servers[1].address)
-        for trainer in trainers:
-            trainer.go_on()
+        self.go_on(trainers, servers[0])
         self.assertEqual(drain.exit_code(driver.RUN), 0, drain.describe())
         self.assertIn("placement 2", " ".join(drain.lines))
         self.stop_server(servers[1])
@@ -46,8 +51,7 @@ class MoveFaults(driver.FaultTest):
         servers = self.servers(2, "--grace-seconds=30")
         trainers = self.begin(servers)
         servers[0].signal(signal.SIGTERM)
-        for trainer in trainers:
-            trainer.go_on()
+        self.go_on(trainers, servers[1])
         self.assertEqual(servers[0].exit_code(driver.RUN), 0, servers[0].describe())
         self.finish(trainers, [servers[1]], expected, states)
 
@@ -56,8 +60,7 @@ class MoveFaults(driver.FaultTest):
         servers = self.servers(3)
         trainers = self.begin(servers[:2])
         replan = self.ctl("replan", servers[1].address, f"--add={servers[2].address}", f"--drain={servers[0].address}")
-        for trainer in trainers:
-            trainer.go_on()
+        self.go_on(trainers, servers[1])
         self.assertEqual(replan.exit_code(driver.RUN), 0, replan.describe())
         self.finish(trainers, servers[1:], expected, states)
 
