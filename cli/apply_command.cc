@@ -128,7 +128,7 @@ class ApplyRun {
       std::vector<char>& bytes = (*raw)[p];
       bytes.resize(tensor.end - tensor.begin);
       STIEFEL_RETURN_IF_ERROR(reader.Read(tensor, 0, bytes.data(), tensor.end - tensor.begin));
-      STIEFEL_RETURN_IF_ERROR(CheckFinite(tensor, bytes.data(), as_fp32));
+      STIEFEL_RETURN_IF_ERROR(CheckValues(tensor, bytes.data(), as_fp32));
       const int64_t piece = static_cast<int64_t>(bytes.size()) / parameters_[p].matrices;
       for (int64_t i = 0; i < parameters_[p].matrices; ++i) {
         elements.push_back({bytes.data() + i * piece, tensor.dtype});

@@ -25,6 +25,18 @@ struct Found {
   std::map<int64_t, const TensorInfo*> stepped;  // NAME/stepI
 };
 
+// Whether it ends almost as the gradient of a step does: "w.step1", "w/Step1".
+bool LooksLikeAStep(const std::string& name) {
+  const size_t end = name.find_last_not_of("0123456789");
+  if (end == std::string::npos || end + 1 == name.size() || end < std::strlen(kStepSuffix) - 1) {
+    return false;
+  }
+  const std::string suffix =
+      name.substr(end + 1 - std::strlen(kStepSuffix), std::strlen(kStepSuffix));
+  return absl::EqualsIgnoreCase(suffix.substr(1), &kStepSuffix[1]) &&
+         std::strchr("/._:", suffix[0]) != nullptr && suffix != kStepSuffix;
+}
+
 // Splits "NAME/step12" into NAME and 12; 0 for a name without such an end.
 absl::StatusOr<std::pair<std::string, int64_t>> ParseName(const std::string& name) {
   const size_t slash = name.rfind('/');
@@ -44,6 +56,11 @@ absl::StatusOr<std::pair<std::string, int64_t>> ParseName(const std::string& nam
 }
 
 absl::Status CheckName(const std::string& name) {
+  if (LooksLikeAStep(name)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("tensor ", PrintableName(name),
+                     ": gradients of steps are named NAME/step1, NAME/step2 ...; rename it"));
+  }
   for (const char* prefix : {kStatePrefix, kWeightsPrefix}) {
     if (absl::StartsWith(name, prefix)) {
       return absl::InvalidArgumentError(absl::StrCat("tensor ", PrintableName(name),
@@ -159,15 +176,24 @@ absl::Status CheckFloating(const TensorInfo& tensor) {
                                                  "; F64, F32, F16 and BF16 are read"));
 }
 
-absl::Status CheckFinite(const TensorInfo& tensor, const void* data, bool as_fp32) {
+absl::Status CheckValues(const TensorInfo& tensor, const void* data, bool as_fp32) {
   const int64_t elements = (tensor.end - tensor.begin) / *TensorDTypeBytes(tensor.dtype);
   int64_t bad = 0, first = 0;
-  bool too_large = true;  // all that are bad are finite, but not in fp32
+  bool any = false, any_in_fp32 = false;  // that is not zero
+  bool too_large = true;                  // all that are bad are finite, but not in fp32
   for (int64_t i = 0; i < elements; ++i) {
     const double value = ElementAt(static_cast<const char*>(data), tensor.dtype, i);
+    any = any || value != 0;
+    any_in_fp32 = any_in_fp32 || static_cast<float>(value) != 0;
     if (std::isfinite(as_fp32 ? static_cast<float>(value) : value)) continue;
     if (bad++ == 0) first = i;
     too_large = too_large && std::isfinite(value);
+  }
+  if (as_fp32 && any && !any_in_fp32) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        PrintableName(tensor.name), ": all ", elements,
+        " elements are zero in fp32, in which the cpu backend computes, though not in the file; "
+        "scale them, or use --backend=reference"));
   }
   if (bad == 0) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(

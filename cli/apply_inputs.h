@@ -27,16 +27,17 @@ inline constexpr char kWeightsPrefix[] = "weights/";
 // Ascending by name, all of the same number of steps: `steps`, or as many as the file has. With
 // `steps` a tensor NAME is the gradient of every step. INVALID_ARGUMENT, with names and numbers: no
 // tensors; dtypes other than F64, F32, F16, BF16; steps that are missing, or not numbered as above;
-// parameters of different numbers of steps; shapes that change between steps; reserved names.
+// names that almost say a step ("w.step1", "w/Step1"); parameters of different numbers of steps;
+// shapes that change between steps; reserved names.
 absl::StatusOr<std::vector<GradientSeries>> ListGradients(const SafetensorsIndex& index,
                                                           std::optional<int64_t> steps);
 
 // INVALID_ARGUMENT unless the tensor's dtype is F64, F32, F16 or BF16.
 absl::Status CheckFloating(const TensorInfo& tensor);
 
-// That all `elements` at `data`, of such a dtype, are finite, also as fp32 where `as_fp32`.
-// INVALID_ARGUMENT with their number and the place of the first.
-absl::Status CheckFinite(const TensorInfo& tensor, const void* data, bool as_fp32);
+// That all elements at `data`, of such a dtype, are finite, also as fp32 where `as_fp32`; then they
+// may not all become zero either. INVALID_ARGUMENT with their number and the place of the first.
+absl::Status CheckValues(const TensorInfo& tensor, const void* data, bool as_fp32);
 
 }  // namespace stiefel
 

@@ -75,6 +75,8 @@ TEST(ListGradients, RefusesWithTheReason) {
       {{{"a/step1", "F32", {1}}}, 2, "a has 1 steps, but --steps=2"},
       {{{"a", "I32", {1}}}, {}, "a is I32; F64, F32, F16 and BF16 are read"},
       {{{"state/a", "F32", {1}}}, {}, "those of the output"},
+      {{{"w.step1", "F32", {1}}}, {}, "w.step1: gradients of steps are named NAME/step1"},
+      {{{"w/Step1", "F32", {1}}}, {}, "w/Step1: gradients of steps are named NAME/step1"},
       {{{"weights/a/step1", "F32", {1}}}, {}, "those of the output"},
   };
   for (const auto& c : cases) {
@@ -84,10 +86,21 @@ TEST(ListGradients, RefusesWithTheReason) {
   }
 }
 
-TEST(CheckFinite, CountsAndSaysWhere) {
+TEST(CheckValues, WhatFp32RoundsToZeroIsNoGradientThere) {
+  const SafetensorsIndex index = IndexOf({{"a", "F64", {3}}});
+  const TensorInfo& tensor = index.tensors()[0];
+  const double tiny[] = {1e-300, 0, -1e-200}, mixed[] = {1e-300, 1e-30, 0}, zero[] = {0, 0, 0};
+  EXPECT_TRUE(CheckValues(tensor, tiny, /*as_fp32=*/false).ok());
+  EXPECT_THAT(std::string(CheckValues(tensor, tiny, /*as_fp32=*/true).message()),
+              HasSubstr("a: all 3 elements are zero in fp32"));
+  EXPECT_TRUE(CheckValues(tensor, mixed, /*as_fp32=*/true).ok());
+  EXPECT_TRUE(CheckValues(tensor, zero, /*as_fp32=*/true).ok());
+}
+
+TEST(CheckValues, CountsAndSaysWhere) {
   const auto message = [](const std::string& dtype, const void* data, bool as_fp32) {
     const SafetensorsIndex index = IndexOf({{"a", dtype, {2, 3}}});
-    return std::string(CheckFinite(index.tensors()[0], data, as_fp32).message());
+    return std::string(CheckValues(index.tensors()[0], data, as_fp32).message());
   };
   float f32[6] = {1, 2, 3, 4, std::nanf(""), INFINITY};
   EXPECT_THAT(message("F32", f32, true), HasSubstr("a: 2 of 6 elements are not finite, first at"));

@@ -176,9 +176,10 @@ class RuleTable {
       for (std::string_view name : names) {
         if (Matches(pattern, std::string(name))) return absl::OkStatus();
       }
-      return absl::InvalidArgumentError(absl::StrCat(option, ": no parameter is called ",
-                                                     PrintableName(pattern), "; the nearest is ",
-                                                     PrintableName(NearestName(pattern, names))));
+      const std::string nearest = PrintableName(NearestName(pattern, names));
+      return absl::InvalidArgumentError(
+          absl::StrCat(option, ": no parameter is called ", PrintableName(pattern),
+                       nearest.empty() ? "" : "; the nearest is ", nearest));
     };
     for (const NamedRule& r : rules_) STIEFEL_RETURN_IF_ERROR(check(r.pattern, "--rule"));
     for (const Assignment& a : set_) {
@@ -186,6 +187,31 @@ class RuleTable {
     }
     for (const StackDims& s : stack_dims_) {
       if (s.pattern.has_value()) STIEFEL_RETURN_IF_ERROR(check(*s.pattern, "--stack-dims"));
+    }
+    return absl::OkStatus();
+  }
+
+  // That what is said without a pattern is said of one of the parameters.
+  absl::Status CheckDefaults(const std::vector<GradientSeries>& series) const {
+    const bool preset_used = std::any_of(series.begin(), series.end(), [&](const auto& s) {
+      return std::none_of(rules_.begin(), rules_.end(),
+                          [&](const NamedRule& rule) { return Matches(rule.pattern, s.name); });
+    });
+    const bool stacks = std::any_of(series.begin(), series.end(),
+                                    [](const GradientSeries& s) { return s.shape.size() > 2; });
+    for (const Assignment& a : set_) {
+      if (a.pattern.has_value() || preset_used) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          a.argument,
+          " is for the parameters that have their rule from --preset, but every one has "
+          "it from a --rule; write it into the --rule, or --set 'PATTERN:",
+          PrintableName(a.key), "=", PrintableName(a.value), "'"));
+    }
+    for (const StackDims& s : stack_dims_) {
+      if (s.pattern.has_value() || stacks) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("--stack-dims ", s.dims,
+                       " is for parameters of 3 and more dimensions, and there are none"));
     }
     return absl::OkStatus();
   }
@@ -240,6 +266,7 @@ absl::StatusOr<std::vector<ApplyParameter>> AssignRules(std::vector<GradientSeri
                                                         const RuleArguments& arguments) {
   STIEFEL_ASSIGN_OR_RETURN(const RuleTable table, RuleTable::Make(arguments));
   STIEFEL_RETURN_IF_ERROR(table.CheckPatterns(series));
+  STIEFEL_RETURN_IF_ERROR(table.CheckDefaults(series));
   std::vector<ApplyParameter> parameters;
   for (GradientSeries& s : series) {
     ApplyParameter parameter;

@@ -31,7 +31,8 @@ struct ApplyParameter {
 };
 
 // In the order of `series`. INVALID_ARGUMENT, naming parameter, option and the nearest known name:
-// arguments that are not of the form above, patterns that match nothing, unknown presets, the
+// arguments that are not of the form above, patterns that match nothing, entries of `set` and
+// `stack_dims` without a pattern that no parameter is for, unknown presets, the
 // errors of SetOption and ShapeOfParameter, polora factors whose partner is missing or does not
 // fit.
 absl::StatusOr<std::vector<ApplyParameter>> AssignRules(std::vector<GradientSeries> series,

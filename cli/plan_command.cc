@@ -10,6 +10,7 @@
 #include "cli/plan_report.h"
 #include "common/status.h"
 #include "plan/model.h"
+#include "plan/nearest.h"
 #include "plan/simulate.h"
 
 namespace stiefel {
@@ -85,9 +86,21 @@ absl::StatusOr<std::vector<int64_t>> ForcedShards(const PlanCommandOptions& opti
   return forced;
 }
 
+// Servers would not open such a run.
+absl::Status CheckMode(const PlanCommandOptions& options, const std::vector<PlanMatrix>& matrices) {
+  for (const PlanMatrix& matrix : matrices) {
+    if (options.weights_mode || !NeedsWeights(matrix.rule)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        PrintableName(matrix.name), ": ", matrix.rule.preset,
+        " reads the weights, which servers hold in update mode WEIGHTS only; give --weights"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<PlanRequest> Request(const PlanCommandOptions& options, const ModelSpec& model) {
   PlanRequest request;
   request.matrices = Matrices(model);
+  STIEFEL_RETURN_IF_ERROR(CheckMode(options, request.matrices));
   STIEFEL_ASSIGN_OR_RETURN(request.forced_shards, ForcedShards(options, request.matrices));
   request.push_copies = options.push_copies;
   STIEFEL_ASSIGN_OR_RETURN(request.memory.staging, ParseStaging(options.staging));
@@ -108,7 +121,10 @@ absl::StatusOr<PlanRequest> Request(const PlanCommandOptions& options, const Mod
 }
 
 void AddModelOptions(CLI::App* command, PlanCommandOptions* options) {
-  command->add_option("model", options->model_path, "JSON list of parameters (see plan/models)")
+  command
+      ->add_option(
+          "model", options->model_path,
+          "JSON file of names, shapes and rules: {\"parameters\": [...]} (docs/planner.md)")
       ->required();
   command->add_option("--preset", options->preset,
                       "rule of the parameters that name none, instead of the model's default");

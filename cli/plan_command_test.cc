@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -115,6 +116,18 @@ TEST(PlanCommand, TextExplainsItself) {
         "busiest link", "assumed: server 1e+12 flop/s", "matrices cut"}) {
     EXPECT_THAT(output, HasSubstr(part));
   }
+}
+
+TEST(PlanCommand, RulesThatReadWeightsNeedServersThatHoldThem) {
+  const std::string path = testing::TempDir() + "/pair.json";
+  std::ofstream(path) << R"({"parameters": [
+      {"name": "a", "shape": [2, 6], "preset": "polora", "set": {"pair": "b"}},
+      {"name": "b", "shape": [6, 2], "preset": "polora", "set": {"pair": "a"}}]})";
+  std::string output;
+  const absl::Status status = RunCommand({"plan", path}, &output);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("a: polora reads the weights"));
+  EXPECT_TRUE(RunCommand({"plan", path, "--weights"}, &output).ok());
 }
 
 TEST(PlanCommand, RefusesWithTheReason) {

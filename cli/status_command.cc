@@ -14,6 +14,7 @@
 #include "cli/status_report.h"
 #include "common/clock.h"
 #include "common/mutex.h"
+#include "common/server_address.h"
 #include "common/status.h"
 #include "stiefel/v1/status.grpc.pb.h"
 
@@ -23,6 +24,9 @@ namespace {
 absl::Status Check(const StatusCommandOptions& options) {
   if (options.servers.empty()) {
     return absl::InvalidArgumentError("no server: name one or more as host:port");
+  }
+  for (const std::string& server : options.servers) {
+    STIEFEL_RETURN_IF_ERROR(CheckServerAddress(server));
   }
   if (options.watch && options.state_hash) {
     return absl::InvalidArgumentError(

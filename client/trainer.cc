@@ -4,36 +4,22 @@
 
 #include <utility>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "client/grpc_transport.h"
 #include "client/session.h"
+#include "common/server_address.h"
 #include "common/status.h"
 
 namespace stiefel {
-namespace {
-
-// gRPC would quietly take port 443 or 0.
-absl::Status CheckPorts(const std::vector<std::string>& servers) {
-  for (const std::string& server : servers) {
-    int port = 0;
-    const size_t colon = server.rfind(':');
-    if (colon == 0 || colon == std::string::npos ||
-        !absl::SimpleAtoi(server.substr(colon + 1), &port) || port < 1 || port > 65535) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("server \"", server, "\" is not host:port with a port of 1..65535"));
-    }
-  }
-  return absl::OkStatus();
-}
-
-}  // namespace
-
 absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Connect(
     const TrainerOptions& options, const std::vector<ParameterSpec>& parameters,
     Transport* transport) {
   STIEFEL_ASSIGN_OR_RETURN(Layout layout, Layout::Create(options, parameters));
-  if (transport == nullptr) STIEFEL_RETURN_IF_ERROR(CheckPorts(options.servers));
+  if (transport == nullptr) {
+    for (const std::string& server : options.servers) {
+      STIEFEL_RETURN_IF_ERROR(CheckServerAddress(server));
+    }
+  }
   STIEFEL_ASSIGN_OR_RETURN(
       std::unique_ptr<Session> session,
       Session::Connect(std::move(layout), transport != nullptr ? transport : GrpcTransport()));

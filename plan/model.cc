@@ -279,6 +279,13 @@ absl::Status ReadList(const Json& object, const std::string& where, const Settin
   return absl::OkStatus();
 }
 
+// Whether a parameter of a list that was read takes the default rule.
+bool TakesDefault(const Json& list) {
+  return std::any_of(list.begin(), list.end(), [](const Json& entry) {
+    return entry.contains("repeat") ? TakesDefault(entry["parameters"]) : !entry.contains("preset");
+  });
+}
+
 // Names are unique, and pairs meet.
 absl::Status CheckModel(ModelSpec* model) {
   std::set<absl::string_view> names;
@@ -322,6 +329,15 @@ absl::StatusOr<ModelSpec> ParseModel(absl::string_view text, const ModelOverride
 
   STIEFEL_RETURN_IF_ERROR(
       ReadList(json, "model", defaults, /*may_repeat=*/true, &model.parameters));
+  if (model.parameters.empty()) return Bad("model", "'parameters' is empty");
+  const bool overridden = !overrides.preset.empty() || !overrides.options.empty();
+  if (overridden && !TakesDefault(json["parameters"])) {
+    const std::string what = overrides.options.empty()
+                                 ? absl::StrCat("preset ", overrides.preset)
+                                 : absl::StrCat("option ", overrides.options.front().first, "=",
+                                                overrides.options.front().second);
+    return Bad(what, "it is for parameters that name no preset, and every one names its own");
+  }
   STIEFEL_RETURN_IF_ERROR(CheckModel(&model));
   return model;
 }

@@ -64,7 +64,8 @@ inline constexpr int64_t kMaxModelParameters = 1000000;
 
 // INVALID_ARGUMENT, naming the parameter, key and value: text that is not JSON (with the position),
 // keys that are unknown or given twice, values of a wrong type or out of range, two parameters of
-// one name, rules that do not fit the shape, polora factors without their partner.
+// one name, no parameter at all, overrides where every parameter names a preset, rules that do
+// not fit the shape, polora factors without their partner.
 absl::StatusOr<ModelSpec> ParseModel(absl::string_view json, const ModelOverrides& overrides = {});
 
 // ParseModel of a file. NOT_FOUND or UNAVAILABLE if it cannot be read.

@@ -63,6 +63,23 @@ TEST(ParseModel, OverridesChangeTheDefaultAlone) {
   EXPECT_EQ(model->parameters[1].matrix.rule.preset, "adamw");
 }
 
+TEST(ParseModel, OverridesThatNoParameterTakesAreRefused) {
+  const char* text = R"({"parameters": [{"name": "a", "shape": [4, 6], "preset": "lion"},
+      {"repeat": 2, "parameters": [{"name": "b.{}", "shape": [6], "preset": "adamw"}]}]})";
+  ASSERT_TRUE(ParseModel(text).ok());
+  ModelOverrides overrides;
+  overrides.preset = "adamw";
+  EXPECT_THAT(std::string(ParseModel(text, overrides).status().message()),
+              HasSubstr("preset adamw: it is for parameters that name no preset"));
+  overrides.options = {{"perod", "3"}};
+  EXPECT_THAT(std::string(ParseModel(text, overrides).status().message()),
+              HasSubstr("option perod=3"));
+  const char* repeated = R"({"parameters": [{"name": "a", "shape": [4, 6], "preset": "lion"},
+      {"repeat": 2, "parameters": [{"name": "b.{}", "shape": [6]}]}]})";
+  overrides.options.clear();
+  EXPECT_TRUE(ParseModel(repeated, overrides).ok());
+}
+
 TEST(ParseModel, StacksAreExpanded) {
   const auto model = ParseModel(R"({"default": {"set": {"splits": "2,2"}}, "parameters": [
       {"name": "w1", "shape": [2, 4, 6], "stack_dims": 1, "group": 2, "push_dtype": "bf16"},
@@ -103,6 +120,7 @@ TEST(ParseModel, RefusesWithWhereAndWhat) {
       {"\xff\xfe\x00", "not JSON"},
       {"[]", "expected an object"},
       {"{}", "'parameters' must be a list"},
+      {R"({"parameters": []})", "'parameters' is empty"},
       {R"({"parameters": {}})", "'parameters' must be a list"},
       {R"({"parameters": [], "layers": 3})", "\"layers\""},
       {R"({"parameters": [], "parameters": []})", "'parameters' is given twice"},

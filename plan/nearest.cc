@@ -29,7 +29,7 @@ size_t EditDistance(std::string_view a, std::string_view b) {
 std::string_view NearestName(std::string_view name, const std::vector<std::string_view>& known) {
   name = name.substr(0, kMaxPrinted);
   std::string_view best;
-  size_t best_distance = static_cast<size_t>(-1);
+  size_t best_distance = (name.size() + 2) / 3 + 1;
   for (std::string_view candidate : known) {
     const size_t distance = EditDistance(name, candidate);
     if (distance < best_distance) {

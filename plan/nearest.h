@@ -9,8 +9,8 @@
 
 namespace stiefel {
 
-// The element of `known` with the smallest edit distance to `name` (the first of equals); empty
-// where `known` is.
+// The element of `known` with the smallest edit distance to `name` (the first of equals) that is
+// not above a third of name's length, rounded up; empty where nothing is so near.
 std::string_view NearestName(std::string_view name, const std::vector<std::string_view>& known);
 
 // `name` with bytes that do not print replaced by '?', cut to 64 bytes.

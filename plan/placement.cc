@@ -60,15 +60,15 @@ absl::Status NoPlace(const PlacementProblem& problem, const Assignment& assignme
     offered += static_cast<double>(server.memory_bytes);
   }
   const MatrixBytes& bytes = problem.bytes[item];
-  return absl::ResourceExhaustedError(
-      absl::StrCat("no server has room for ", problem.Describe(item), ": it needs ",
-                   bytes.Resident(), " bytes and ", bytes.workspace, " of workspace; server ",
-                   roomiest, " has the most room, ", assignment.FreeBytes(roomiest), " of ",
-                   problem.servers()[roomiest].memory_bytes, " bytes; the whole model needs about ",
-                   all.Total(), " bytes of the ", static_cast<int64_t>(std::min(offered, 9e18)),
-                   " on ", problem.server_count(), " servers. Add servers or memory, ",
-                   problem.request.memory.staging == Staging::kDouble ? "use staging=lazy, " : "",
-                   "or a narrower dtype on the wire"));
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "no server has room for ", problem.Describe(item), ": it needs ", bytes.Resident(),
+      " bytes and ", bytes.workspace, " of workspace; server ", roomiest, " has the most room, ",
+      std::max<int64_t>(0, assignment.FreeBytes(roomiest)), " of ",
+      problem.servers()[roomiest].memory_bytes, " bytes; the whole model needs about ", all.Total(),
+      " bytes of the ", static_cast<int64_t>(std::min(offered, 9e18)), " on ",
+      problem.server_count(), " servers. Add servers or memory, ",
+      problem.request.memory.staging == Staging::kDouble ? "use staging=lazy, " : "",
+      "or a narrower dtype on the wire"));
 }
 
 // Each set dearest first to the server that is done soonest; nothing if an item does not fit.

@@ -194,11 +194,13 @@ absl::StatusOr<Rule> PresetRule(std::string_view name) {
     }
     names.push_back(preset.info.name);
   }
+  const std::string_view nearest = NearestName(name, names);
+  const std::string hint =
+      nearest.empty() ? "" : absl::StrCat("did you mean \"", std::string(nearest), "\"? ");
   const std::string known =
       absl::StrJoin(names, ", ", [](std::string* out, std::string_view n) { out->append(n); });
   return absl::InvalidArgumentError(
-      absl::StrCat("unknown preset \"", PrintableName(name), "\"; did you mean \"",
-                   std::string(NearestName(name, names)), "\"? Known: ", known));
+      absl::StrCat("unknown preset \"", PrintableName(name), "\"; ", hint, "Known: ", known));
 }
 
 }  // namespace stiefel

@@ -20,6 +20,24 @@ absl::Status Refuse(const Parts&... parts) {
 bool Selects(const Rule& rule) { return rule.select_fraction < 1 || rule.damping != 1; }
 bool IsSplit(const Rule& rule) { return !rule.splits.empty() || rule.num_heads > 1; }
 
+// What only steps between refreshes would use, where neither the rule nor its preset has any.
+absl::Status CheckWithoutPeriod(const Rule& rule, const Rule& base) {
+  const struct {
+    const char* option;
+    bool changed;
+  } options[] = {{"phase=synchronised", rule.phase_mode == PhaseMode::kSynchronised},
+                 {"off_refresh_lr_ratio", rule.off_refresh_lr_ratio != base.off_refresh_lr_ratio},
+                 {"row_scale", rule.row_scale != base.row_scale},
+                 {"row_axis", rule.row_axis != base.row_axis},
+                 {"row_spectral_max", rule.row_spectral_max != base.row_spectral_max}};
+  for (const auto& [option, changed] : options) {
+    if (changed) {
+      return Refuse(option, " has no effect with period=1: every step is a refresh; set a period");
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckPeriod(const Rule& rule, const Rule& base) {
   if (rule.phase_mode == PhaseMode::kNumber && rule.phase >= rule.period) {
     return Refuse("phase=", rule.phase, " is not below period=", rule.period);
@@ -29,6 +47,9 @@ absl::Status CheckPeriod(const Rule& rule, const Rule& base) {
   }
   if (rule.row_scale != RowScale::kRms && rule.row_rms != 0) {
     return Refuse("row_rms=", rule.row_rms, " has no effect unless row_scale=rms");
+  }
+  if (rule.period == 1 && base.period == 1) {
+    STIEFEL_RETURN_IF_ERROR(CheckWithoutPeriod(rule, base));
   }
   if (rule.off_refresh != OffRefresh::kTiled) return absl::OkStatus();
   if (rule.tiles.empty()) {
@@ -60,10 +81,14 @@ absl::Status CheckMomentum(const Rule& rule, const Rule& base) {
   return absl::OkStatus();
 }
 
-absl::Status CheckPolar(const Rule& rule) {
+absl::Status CheckPolar(const Rule& rule, const Rule& base) {
   if (rule.eps_mode == EpsMode::kNone && rule.eps != 0) {
     return Refuse("eps=", rule.eps,
                   " has no effect while eps_mode=none; set eps_mode to add or clamp, or eps=0");
+  }
+  if (rule.eps_mode != EpsMode::kNone && base.eps_mode == EpsMode::kNone && rule.eps == 0) {
+    return Refuse("eps_mode=", rule.eps_mode == EpsMode::kAdd ? "add" : "clamp",
+                  " has no effect while eps=0; set eps, such as eps=1e-7");
   }
   if (rule.normalise == Normalise::kAol && rule.eps_mode != EpsMode::kNone) {
     return Refuse("eps_mode=", rule.eps_mode == EpsMode::kAdd ? "add" : "clamp",
@@ -199,7 +224,7 @@ absl::Status CheckShaping(const Rule& rule, const Rule& base) {
 absl::Status CheckSpectral(const Rule& rule, const Rule& base, int64_t rows) {
   STIEFEL_RETURN_IF_ERROR(CheckPeriod(rule, base));
   STIEFEL_RETURN_IF_ERROR(CheckMomentum(rule, base));
-  STIEFEL_RETURN_IF_ERROR(CheckPolar(rule));
+  STIEFEL_RETURN_IF_ERROR(CheckPolar(rule, base));
   STIEFEL_RETURN_IF_ERROR(CheckSplits(rule, rows));
   STIEFEL_RETURN_IF_ERROR(CheckSelection(rule, base));
   STIEFEL_RETURN_IF_ERROR(CheckShaping(rule, base));
@@ -246,7 +271,7 @@ absl::Status ValidateRule(const Rule& rule, int64_t rows, int64_t cols, int dime
   const bool polora = rule.family == RuleFamily::kPolora;
   if (spectral) STIEFEL_RETURN_IF_ERROR(CheckSpectral(rule, base, rows));
   if (polora) {
-    STIEFEL_RETURN_IF_ERROR(CheckPolar(rule));
+    STIEFEL_RETURN_IF_ERROR(CheckPolar(rule, base));
     STIEFEL_RETURN_IF_ERROR(FactorOf(rule, rows, cols).status());
   }
   if ((spectral || polora) && dimensions < 2) {

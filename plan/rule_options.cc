@@ -174,6 +174,35 @@ std::string WhyNot(const Option& option, RuleFamily family) {
                       absl::StrJoin(used, ", "));
 }
 
+// What other packages call some options, and what these are here.
+constexpr std::pair<std::string_view, const char*> kElsewhere[] = {
+    {"learning_rate", "; here it is lr"},
+    {"wd", "; here it is weight_decay"},
+    {"decay", "; here it is weight_decay"},
+    {"mu", "; here it is beta"},
+    {"momentum_beta", "; here it is beta"},
+    {"betas", "; here they are beta1 and beta2"},
+    {"nesterov_momentum", "; here it is nesterov"},
+    {"ns_steps", "; here it is steps"},
+    {"epsilon", "; here it is eps"},
+    {"stack_dims",
+     "; it belongs to the parameter, not to its rule: --stack-dims of stiefelctl "
+     "apply, \"stack_dims\" beside \"shape\" in model files"}};
+
+// How the message that `key` is unknown goes on.
+std::string HintFor(const Rule& rule, std::string_view key) {
+  for (const auto& [name, hint] : kElsewhere) {
+    if (name == key) return hint;
+  }
+  const std::string_view nearest = NearestName(key, OptionKeys());
+  if (!nearest.empty()) return absl::StrCat("; did you mean \"", std::string(nearest), "\"?");
+  std::vector<std::string> keys;
+  for (const Option& option : OptionTable()) {
+    if (option.families & Bit(rule.family)) keys.emplace_back(option.key);
+  }
+  return absl::StrCat("; preset ", rule.preset, " has ", absl::StrJoin(keys, ", "));
+}
+
 }  // namespace
 
 absl::Status SetOption(Rule& rule, std::string_view key, std::string_view value) {
@@ -191,8 +220,7 @@ absl::Status SetOption(Rule& rule, std::string_view key, std::string_view value)
                                                    std::string(status.message())));
   }
   return absl::InvalidArgumentError(
-      absl::StrCat("unknown option \"", PrintableName(key), "\"; did you mean \"",
-                   std::string(NearestName(key, OptionKeys())), "\"?"));
+      absl::StrCat("unknown option \"", PrintableName(key), "\"", HintFor(rule, key)));
 }
 
 std::vector<std::pair<std::string, std::string>> Options(const Rule& rule) {

@@ -11,6 +11,7 @@ namespace stiefel {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 Rule Preset(std::string_view name) {
   absl::StatusOr<Rule> rule = PresetRule(name);
@@ -134,6 +135,12 @@ TEST(Options, UnknownNamesSuggestTheNearest) {
               HasSubstr("did you mean \"weight_decay\""));
   EXPECT_THAT(Error(SetOption(rule, "tiles", "5")), HasSubstr("did you mean \"tile\""));
   EXPECT_THAT(Error(SetOption(rule, std::string("a\0\n", 3), "0")), HasSubstr("\"a??\""));
+  EXPECT_THAT(Error(SetOption(rule, "wd", "0")), HasSubstr("here it is weight_decay"));
+  EXPECT_THAT(Error(SetOption(rule, "stack_dims", "1")), HasSubstr("--stack-dims"));
+  const std::string far = Error(SetOption(rule, "colour", "0"));
+  EXPECT_THAT(far, Not(HasSubstr("did you mean")));
+  EXPECT_THAT(far, HasSubstr("preset muon has lr, weight_decay, momentum"));
+  EXPECT_THAT(Error(PresetRule("quasi_newton").status()), Not(HasSubstr("did you mean")));
 }
 
 TEST(Options, KeysThatThePresetCannotUseAreRefusedWithTheReason) {

@@ -59,11 +59,12 @@ absl::Status CheckMatrixAxes(const std::vector<int64_t>& shape, std::optional<in
                   shape.size() - stack, " dimension; use adamw, lion or sgd for it");
   }
   if (shape.size() > 2 && !stack_dims.has_value()) {
-    return refuse(
-        "preset ", rule.preset,
-        " orthogonalises matrices; say which axes they are: stack_dims=0 for one matrix of ",
-        shape[0], " rows (a convolution [out, in, kh, kw]), stack_dims=1 for a stack of ", shape[0],
-        " matrices of ", shape[1], " rows ([experts, out, in])");
+    return refuse("preset ", rule.preset,
+                  " orthogonalises matrices; say which axes they are with stack_dims (stiefelctl "
+                  "apply: --stack-dims): "
+                  "stack_dims=0 for one matrix of ",
+                  shape[0], " rows (a convolution [out, in, kh, kw]), stack_dims=1 for a stack of ",
+                  shape[0], " matrices of ", shape[1], " rows ([experts, out, in])");
   }
   if (shape.size() > stack + 2 && shape[stack + 1] == 1) {
     return refuse("a depthwise convolution: each of its ", shape[stack],

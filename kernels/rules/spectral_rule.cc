@@ -78,8 +78,14 @@ std::string SpectralRule::Explain() const {
     absl::StrAppend(&text, unit_->rows(), " x ", unit_->cols(), " selected of ", rows_, " x ",
                     cols_, "\n");
   }
-  if (!RefreshesAreTiled(rule_, rows_, cols_))
+  if (!RefreshesAreTiled(rule_, rows_, cols_)) {
+    if (unit_->rows() > unit_->cols()) absl::StrAppend(&text, "tall: computed as its transpose\n");
     absl::StrAppend(&text, ExplainPolar(unit_->plan()), "\n");
+  }
+  if (rule_.gain != 1) {
+    absl::StrAppend(&text, "shapes ", ShapedDirections(rule_, std::min(rows_, cols_)),
+                    " leading directions\n");
+  }
   for (const TiledPolar& tiles : tiles_) absl::StrAppend(&text, tiles.Explain());
   if (rule_.period > 1) {
     absl::StrAppend(&text, "one step in ", rule_.period, " refreshes; the others ",
