@@ -35,7 +35,8 @@ absl::Status CheckCommand(const CLI::App& app, const std::string& word) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Plans, watches and moves Stiefel runs, and tries rules on gradients.", "stiefelctl");
+  CLI::App app("Plans, watches and moves Stiefel runs, and tries rules on gradients.",
+               "stiefelctl");
   app.require_subcommand(1);
   absl::Status result;
   stiefel::AddPlanCommand(&app, &result);

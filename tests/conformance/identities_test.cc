@@ -1,6 +1,7 @@
 // What is the same by another name: options that amount to nothing, and matrices that are others
 // side by side. To the bit, unless a test says otherwise.
 #include <algorithm>
+#include <deque>
 #include <string>
 
 #include "gtest/gtest.h"
@@ -139,7 +140,7 @@ TYPED_TEST(IdentitiesTest, AFusedMatrixIsItsSplitsOneBelowTheOther) {
       ASSERT_TRUE(SetOption(fused, cut.first, cut.second).ok());
       const std::string where = DescribeRule(fused);
       MatrixOnDevice whole(this->backend_.get(), fused, 72, cols);
-      std::vector<MatrixOnDevice> parts;
+      std::deque<MatrixOnDevice> parts;
       for (int64_t size : sizes) parts.emplace_back(this->backend_.get(), alone, size, cols);
       for (int64_t step = 1; step <= kSteps; ++step) {
         const Dense g = GradientOf(72, cols, step);

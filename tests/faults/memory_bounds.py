@@ -37,7 +37,7 @@ class MemoryBounds(driver.FaultTest):
         trainers, window, shapes = 64, 4 * MIB, [(512, 1024, 6)]
         server, base = self.warm_server(f"--credit-window={window}", "--staging=double")
         bound = plan(self.folder.name, shapes, "--staging=double", "--in-flight=1", f"--trainers={trainers}",
-                     f"--copies={trainers}", "--streams=1", f"--window={window}")
+                     f"--copies={trainers}", f"--window={window}")
         flags = (shapes_flag(shapes), "--wire=bf16", "--steps=2", "--same-gradients", "--data-streams=1",
                  "--step-timeout=60")
         processes = [self.own(driver.Trainer([server.address], first, trainers, f"--ranks={trainers // 4}", *flags))
@@ -58,7 +58,7 @@ class MemoryBounds(driver.FaultTest):
     def bytes_per_parameter(self, staging, limit, shapes):
         """Runs two steps with one trainer; returns the state hashes."""
         server, base = self.warm_server(f"--staging={staging}", f"--credit-window={8 * MIB}")
-        bound = plan(self.folder.name, shapes, f"--staging={staging}", "--in-flight=1", "--streams=1",
+        bound = plan(self.folder.name, shapes, f"--staging={staging}", "--in-flight=1",
                      f"--window={8 * MIB}")
         trainer = self.trainer([server], 0, 1, shapes_flag(shapes), "--wire=bf16", "--steps=2", "--same-gradients",
                                "--data-streams=1", "--step-timeout=60", "--hold-close")
