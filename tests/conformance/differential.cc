@@ -37,10 +37,13 @@ double PolarTolerance(const Rule& rule, const Dense& u) {
   const double norm = FrobeniusNorm(x);
   if (norm == 0) return kFp32Error;
   const std::vector<double> values = SingularValues(x);
-  const double stated = values.back() / norm >= 0.01 ? kFp32Error : kIllConditionedError;
+  // A Gram form, or restarts, that the rule asks for where auto would not choose them.
+  const double forced = rule.form == PolarForm::kGram || rule.restarts ? 2 : 1;
+  const double stated = values.back() / norm >= 0.01 ? kFp32Error : forced * kIllConditionedError;
+  // Two roundings of an iterate, each at its worst.
   return std::max(
       stated,
-      std::ldexp(Amplification(PolarCoefficients(rule), values.back(), values.front()), -23));
+      std::ldexp(Amplification(PolarCoefficients(rule), values.back(), values.front()), -22));
 }
 
 // 4 gain x 1e-6 sigma_1 / the least gap beside a shaped direction.
@@ -124,6 +127,7 @@ void CompareWithReference(const StepUnderTest& under_test, const Rule& rule, int
   const std::vector<StateBuffer> specs = RuleState(rule, rows, cols);
   ReferenceRule reference(rule, rows, cols);
   const bool keeps_momentum = !specs.empty();
+  double state_tolerance = 0;  // small state adds up what updates so far were off by
   for (int64_t step = 1; step <= steps; ++step) {
     const Dense gradient = Rounded(RandomNormal(rows, cols, seed + static_cast<uint64_t>(step)));
     StepArgs args = ArgsOf(rule, phase, step);
@@ -139,6 +143,7 @@ void CompareWithReference(const StepUnderTest& under_test, const Rule& rule, int
                               std::to_string(cols) + " phase " + std::to_string(phase) + " step " +
                               std::to_string(step);
     const double tolerance = Fp32Tolerance(rule, want, args);
+    state_tolerance = std::max(state_tolerance, tolerance);
     // A sign that differs is a whole unit, and says nothing where the argument is a rounding of 0.
     if (rule.family != RuleFamily::kLion || step == 3) {
       double error = RelativeError(got.delta, want.delta);
@@ -159,7 +164,7 @@ void CompareWithReference(const StepUnderTest& under_test, const Rule& rule, int
       // Momentum may cancel: its terms are as large as the gradient.
       const double scale =
           buffer.elementwise ? std::max(MaxAbs(state[i]), MaxAbs(gradient)) : MaxAbs(state[i]);
-      const double bound = (buffer.elementwise ? kStateError : 2 * tolerance) * scale;
+      const double bound = (buffer.elementwise ? kStateError : 2 * state_tolerance) * scale;
       EXPECT_LE(AbsoluteError(got.state[i], state[i]), bound) << where << " " << buffer.name;
     }
     CompareFigures(got, want, rule, args, gradient, tolerance, where);
