@@ -88,6 +88,12 @@ class LeaderMachine {
   int64_t largest_epoch() const { return largest_epoch_; }
   // Which servers take part in the placement in force.
   const std::vector<bool>& members() const { return members_; }
+  // Whether this leader has anything to say to the server: it takes part, or in a move under way.
+  // Others, which a takeover found, left earlier: their records count, but they refuse streams of
+  // a placement that they never heard of, and are left alone.
+  bool Leads(int32_t server) const {
+    return members_[server] || (move_ && move_->epochs[server] != 0);
+  }
   // Non-OK: what was found cannot be completed, with the server and both epochs.
   const absl::Status& failure() const { return failure_; }
 

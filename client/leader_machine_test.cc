@@ -559,6 +559,8 @@ TEST(LeaderMachineTakeOver, APrepareAfterASwitchThatALeavingServerMissedIsCancel
   }
   EXPECT_TRUE(To(sends, v1::TrainerMessage::kSwitchPlacement).empty());
   EXPECT_EQ(To(sends, v1::TrainerMessage::kCancelPrepare), (Ints{0, 2}));
+  EXPECT_TRUE(leader.Leads(0) && leader.Leads(2));
+  EXPECT_FALSE(leader.Leads(1)) << "it left, and nothing is to be completed there";
   leader.OnEpochAck(0, Said(v1::EpochAck::CANCELLED, 3), &sends);
   leader.OnEpochAck(2, Said(v1::EpochAck::CANCELLED, 3), &sends);
   EXPECT_TRUE(leader.ready());

@@ -305,7 +305,7 @@ std::vector<Event> World::Enabled() const {
       event.process = p;
       event.server = s;
       event.kind = Event::Kind::kConnect;
-      const bool may = link.joined || (process.leader && link.taken_over);
+      const bool may = servers_[s]->open && (link.joined || Leads(process, s));
       if (may && !(link.control && (link.data || !link.joined))) events.push_back(event);
       event.kind = Event::Kind::kRetry;
       const bool wants = (process.asked.count(s) > 0 && process.records.count(s) == 0) ||

@@ -305,6 +305,9 @@ class World {
   bool IsMember(const Process& process, int32_t server) const;
   int32_t TrainerIndex(const Process& process, int32_t server) const;
   int32_t LeaderIndex(const Process& process, int32_t server) const;
+  // Whether this life has the server in its hands as the leader, and something to say to it.
+  bool Leads(const Process& process, int32_t server) const;
+  void LeaveOthers(int32_t process);
   // Whether the leader may still ask this server, one that comes in, to open the run.
   bool ToOpen(const Process& process, int32_t server) const;
   v1::Placement NextPlacement(const v1::Placement& now, int64_t epoch) const;
@@ -316,6 +319,9 @@ class World {
   void AfterMove(int32_t process);
   void Adopt(int32_t process, const v1::Placement& placement);
   void FinishGathering(int32_t process);
+  void TellAgain(int32_t process);
+  static bool ComesIn(const Server& host);
+  void ReleaseIncoming(int32_t server);
   const v1::Placement& InForce(const Server& host, v1::Placement* own) const;
   bool MayFetch(int32_t server) const;
   void FetchState(int32_t server);

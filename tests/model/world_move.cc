@@ -138,17 +138,29 @@ void World::DeliverOpenAnswer(int32_t process, int32_t server, const OpenAnswer&
 void World::AfterMove(int32_t process) {
   Process& me = MutableProcess(process);
   to_drive_.push_back(process);
-  if (!me.leader || !me.move || me.leader->moving()) return;
-  const v1::Prepare prepare = *std::exchange(me.move, std::nullopt);
-  if (me.leader->move_end()->switched) {
+  if (!me.leader || me.leader->moving()) return;
+  const std::optional<v1::Prepare> own = std::exchange(me.move, std::nullopt);
+  if (own && me.leader->move_end()->switched) {
+    const v1::Prepare& prepare = *own;
     Adopt(process, prepare.placement());
     me.leader = LeaderMachine::Opened(static_cast<int32_t>(me.members.size()),
                                       prepare.after_step() + 1, setting_->config.policy);
     me.leader_servers = me.members;
     return;
   }
+  LeaveOthers(process);
+}
+
+bool World::Leads(const Process& process, int32_t server) const {
+  const int32_t index = LeaderIndex(process, server);
+  return index >= 0 && process.leader->Leads(index) && process.links[server].taken_over;
+}
+
+// Servers that are not in the run, or not any more.
+void World::LeaveOthers(int32_t process) {
+  Process& me = MutableProcess(process);
   for (const int32_t server : me.leader_servers) {
-    if (IsMember(me, server)) continue;
+    if (Leads(me, server)) continue;
     Break(process, server);
     me.links[server].taken_over = false;
   }
@@ -163,7 +175,7 @@ void World::FinishGathering(int32_t process) {
                                [&me](int32_t server) { return me.records.count(server) > 0; });
   const auto connect = [&] {
     for (const int32_t server : std::vector<int32_t>(me.leader_servers)) {
-      if (Runs(process) && me.links[server].taken_over && setting_->config.connect_at_once)
+      if (Runs(process) && Leads(me, server) && setting_->config.connect_at_once)
         Connect(process, server);
     }
   };
@@ -173,6 +185,7 @@ void World::FinishGathering(int32_t process) {
     if (record && (newest == nullptr || newest->placement_epoch() < record->placement_epoch()))
       newest = &*record;
   }
+  if (newest == nullptr && all) return TellAgain(process);
   if (newest == nullptr || (!all && setting_->config.policy.take_over_all)) return;
   const v1::OpenRunRequest& opened = newest->opened();
   if (opened.has_moves_in() && newest->placement_epoch() < opened.placement_epoch()) {
@@ -198,6 +211,7 @@ void World::FinishGathering(int32_t process) {
       me.leader->OnRecord(i, *record->second, &sends);
   }
   SendFromLeader(process, sends);
+  LeaveOthers(process);
   connect();
 }
 
@@ -218,6 +232,25 @@ void World::Adopt(int32_t process, const v1::Placement& placement) {
   for (const int32_t server : me.members) {
     me.links[server].taken_over = me.rank == 0;
     Call(process, server);
+  }
+}
+
+// Where none of the servers that this life was told of holds the run any more, its user tells it of
+// those that do.
+void World::TellAgain(int32_t process) {
+  Process& me = MutableProcess(process);
+  const auto open = [this](int32_t server) { return servers_[server]->open; };
+  if (std::any_of(me.members.begin(), me.members.end(), open)) return;
+  v1::Placement newest;
+  for (const auto& host : servers_) {
+    v1::Placement own;
+    if (!host->open || host->machine.away()) continue;
+    const v1::Placement& now = InForce(*host, &own);
+    if (newest.epoch() < now.epoch()) newest = now;
+  }
+  if (me.rank != 0) return Adopt(process, newest);
+  for (const int32_t server : ServersOf(newest)) {
+    if (me.asked.insert(server).second) Call(process, server);
   }
 }
 
@@ -246,6 +279,28 @@ void World::DeliverOpen(const Message& message, const v1::OpenRunRequest& reques
   Post({message.server, message.process, answer, {}});
 }
 
+bool World::ComesIn(const Server& host) {
+  const v1::OpenRunRequest& opened = host.machine.spec().opened();
+  return opened.has_moves_in() && host.machine.placement_epoch() < opened.placement_epoch();
+}
+
+// A server that was to come in, and that no living leader knows of, is released after the takeover
+// timeout (rule 14).
+void World::ReleaseIncoming(int32_t server) {
+  constexpr int64_t kTick = 1000000;
+  if (!servers_[server]->open || !ComesIn(*servers_[server])) return;
+  if (const Process& leader = *processes_[Current(0)]; Leads(leader, server)) return;
+  Server& host = MutableServer(server);
+  host.machine.OnLeaseEnd(0, kNow);
+  const int64_t end = kNow + host.machine.spec().takeover_timeout() + kTick;
+  for (int64_t now = kNow; now <= end && host.open; now += kTick) {
+    Actions actions;
+    host.machine.OnTick(now, &actions);
+    Perform(server, std::move(actions));
+  }
+  Settle();
+}
+
 void World::CloseServer(int32_t server) {
   for (int32_t p = 0; p < static_cast<int32_t>(processes_.size()); ++p) {
     if (processes_[p]->links[server].control) Break(p, server);
@@ -259,10 +314,10 @@ void World::CloseServer(int32_t server) {
   host.settling.clear();
 }
 
-// The placement that a server which prepares is to leave.
+// The placement in force as this server knows it.
 const v1::Placement& World::InForce(const Server& host, v1::Placement* own) const {
   const v1::OpenRunRequest& opened = host.machine.spec().opened();
-  if (opened.has_moves_in()) return opened.moves_in().placement();
+  if (ComesIn(host)) return opened.moves_in().placement();
   *own = host.machine.spec().placement();
   return *own;
 }

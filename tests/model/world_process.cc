@@ -254,6 +254,7 @@ void World::DeliverJoinAnswer(int32_t process, int32_t server, const JoinAnswer&
     if (setting_->config.connect_at_once) Connect(process, server);
     return;
   }
+  if (absl::IsNotFound(answer.status)) return TellAgain(process);
   if (!absl::IsFailedPrecondition(answer.status)) return;            // it may call again
   if (answer.applied != (me.has_weights ? me.applied : -1)) return;  // of an earlier call
   // A life that starts from an older copy may be told to restore another one; one that lost

@@ -147,6 +147,7 @@ std::vector<Event> World::CloseFairly(uint64_t seed) {
       event.kind = Event::Kind::kDeadline;
       for (event.server = 0; event.server < setting_->servers(); ++event.server) {
         if (servers_[event.server]->open) take(event);
+        ReleaseIncoming(event.server);
       }
     }
   }
