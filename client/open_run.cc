@@ -1,6 +1,7 @@
 #include "client/open_run.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <set>
 
@@ -115,6 +116,50 @@ absl::Status CheckNoneLostItsState(const Servers& servers, const Layout& layout,
         "the run another name to start anew"));
   }
   return absl::OkStatus();
+}
+
+// What records name.
+struct NamedServers {
+  std::set<std::string> needed;  // of the newest placement in force, or of one prepared after it
+  std::set<std::string> left;    // of older ones alone
+};
+
+NamedServers ServersNamedBy(const std::vector<v1::TakeOverResponse>& records) {
+  int64_t in_force = 0;
+  for (const v1::TakeOverResponse& record : records)
+    in_force = std::max(in_force, record.placement_epoch());
+  NamedServers named;
+  const auto add = [&named, in_force](const auto& servers, int64_t epoch) {
+    (epoch >= in_force ? named.needed : named.left).insert(servers.begin(), servers.end());
+  };
+  for (const v1::TakeOverResponse& record : records) {
+    add(record.opened().servers(), record.opened().placement_epoch());
+    for (const v1::Prepare* move : {&record.opened().moves_in(), &record.prepare()})
+      add(move->placement().servers(), move->placement().epoch());
+  }
+  return named;
+}
+
+std::vector<std::string> Without(const std::set<std::string>& all,
+                                 const std::set<std::string>& those) {
+  std::vector<std::string> rest;
+  std::set_difference(all.begin(), all.end(), those.begin(), those.end(), std::back_inserter(rest));
+  return rest;
+}
+
+// Those of the servers that say anything now; the others go to *silent.
+std::vector<std::string> Answering(const Servers& servers, std::set<std::string>* silent) {
+  const std::vector<absl::StatusOr<std::string>> answers = CallEach(
+      servers, "GetServerInfo", v1::GetServerInfoRequest().SerializeAsString(), kLocateMicros);
+  std::vector<std::string> answering;
+  for (size_t s = 0; s < answers.size(); ++s) {
+    if (answers[s].ok()) {
+      answering.push_back(servers.addresses[s]);
+    } else {
+      silent->insert(servers.addresses[s]);
+    }
+  }
+  return answering;
 }
 
 }  // namespace
@@ -258,34 +303,31 @@ absl::Status TakeOverOthers(const Layout& layout, const Incarnation& leader, int
                             const std::function<Servers(const std::vector<std::string>&)>& connect,
                             Servers* servers, std::vector<v1::TakeOverResponse>* records) {
   std::set<std::string> asked(servers->addresses.begin(), servers->addresses.end());
+  std::set<std::string> passed_over;
   v1::TakeOverRequest request;
   request.set_name(layout.options().run);
   *request.mutable_leader() = leader.ToProto();
   request.set_run_uid((*records)[0].opened().run_uid());
   for (;;) {
-    std::set<std::string> named;
-    for (const v1::TakeOverResponse& record : *records) {
-      named.insert(record.opened().servers().begin(), record.opened().servers().end());
-      const v1::Prepare& from = record.opened().moves_in();
-      named.insert(from.placement().servers().begin(), from.placement().servers().end());
-      const v1::Prepare& to = record.prepare();
-      named.insert(to.placement().servers().begin(), to.placement().servers().end());
+    const NamedServers named = ServersNamedBy(*records);
+    std::vector<std::string> more = Without(named.needed, asked);
+    const bool needed = !more.empty();
+    if (!needed) {
+      more = Without(named.left, asked);
+      more = Answering(connect(Without({more.begin(), more.end()}, passed_over)), &passed_over);
+      if (more.empty()) return absl::OkStatus();
     }
-    std::vector<std::string> more;
-    for (const std::string& address : named) {
-      if (asked.insert(address).second) more.push_back(address);
-    }
-    if (more.empty()) return absl::OkStatus();
     const Servers others = connect(more);
     for (size_t s = 0; s < more.size(); ++s) {
+      asked.insert(more[s]);
       Servers one{{others.addresses[s]}, {others.connections[s]}};
       auto answer = CallAllAs<v1::TakeOverResponse>(
           one, "TakeOver", [&request](int, int64_t) { return request.SerializeAsString(); },
-          [](const absl::Status& status) {
-            return absl::IsUnavailable(status) || absl::IsAlreadyExists(status);
+          [needed](const absl::Status& status) {
+            return (needed && absl::IsUnavailable(status)) || absl::IsAlreadyExists(status);
           },
           deadline);
-      if (absl::IsNotFound(answer.status())) continue;
+      if (absl::IsNotFound(answer.status()) || (!needed && !answer.ok())) continue;
       STIEFEL_RETURN_IF_ERROR(answer.status());
       servers->addresses.push_back(one.addresses[0]);
       servers->connections.push_back(one.connections[0]);

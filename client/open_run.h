@@ -55,8 +55,9 @@ absl::StatusOr<std::vector<v1::TakeOverResponse>> TakeOver(const Servers& server
                                                            int64_t deadline_micros);
 
 // And on the servers that records name and that are not among *servers: those that were to come in,
-// or that the run moved to or from. Those that do not hold it are left out. UNAVAILABLE: one that
-// the run needs cannot be reached.
+// or that the run moved to or from. Those that do not hold it are left out, and so are those that
+// have no part any more (they were emptied) and cannot be reached: they may be gone for good.
+// UNAVAILABLE: one that the run needs cannot be reached.
 absl::Status TakeOverOthers(const Layout& layout, const Incarnation& leader,
                             int64_t deadline_micros,
                             const std::function<Servers(const std::vector<std::string>&)>& connect,

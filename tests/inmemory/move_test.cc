@@ -392,6 +392,28 @@ TEST(MoveTest, ANewServerDiesWhileItFetches) {
   ExpectUndisturbed(moved, model, 2);
 }
 
+// Servers that were emptied are stopped for good, as they may be: whoever starts later does not
+// wait for them.
+TEST(MoveTest, RanksStartAgainAfterEmptiedServersAreGone) {
+  const Model model = MixedModel(UpdateMode::kWeights, Staging::kDouble);
+  Training training(4, 2, 2, model);
+  const Result moved = training.Run([&] {
+    for (int round = 0; round < 2; ++round) {  // 2 for 1, 3 for 2
+      ASSERT_OK(training.Replan({round + 2}, {round + 1}));
+      training.AwaitStep(training.progress() + 1);
+      training.cluster().server(round + 1).Kill();
+      for (const int32_t rank : {0, 1}) {
+        training.KillRank(rank);
+        training.AwaitReborn();
+        training.AwaitStep(training.progress() + 1);
+      }
+    }
+    EXPECT_EQ(training.ServersNow(),
+              (std::vector<std::string>{training.address(0), training.address(3)}));
+  });
+  ExpectUndisturbed(moved, model, 2);
+}
+
 // Ranks die at random moments around changes of placement, the leader among them.
 TEST(MoveTest, RanksDieWhileTheRunMoves) {
   const Model model = MixedModel(UpdateMode::kDelta, Staging::kDouble);
