@@ -1,7 +1,7 @@
 """./run bench chaos: a training run to which everything happens, against the same run left alone.
 
 Optimizer servers and trainers of the byte-level language model run as processes of their own, every connection through a proxy. For some minutes trainers are
-killed and frozen, servers frozen, connections cut and stalled at random; each fault is printed. Then all trainers are killed
+killed and frozen, servers frozen and replaced by new ones, connections cut and stalled at random; each fault is printed. Then all trainers are killed
 once more and finish the run, and an undisturbed run of as many steps must end with the same weights and the same state, bit for bit.
 """
 
@@ -11,6 +11,7 @@ import json
 import pathlib
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,6 +40,7 @@ def parse_args():
     parser.add_argument("--trainers", type=int, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument("--preset", default="periodic_rowwise_muon", help="rule of the hidden matrices (default: %(default)s)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--logs", type=pathlib.Path, metavar="FOLDER", help="where to leave the logs of all processes if it fails")
     parser.add_argument("--server-binary", type=pathlib.Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument("--trainer-binary", type=pathlib.Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument("--ctl-binary", type=pathlib.Path, required=True, help=argparse.SUPPRESS)
@@ -92,8 +94,8 @@ class Run:
         self.args, self.folder, self.name = args, folder, name
         folder.mkdir()
         self.processes = []
-        self.servers = [self.start(f"server {index}", [args.server_binary, "--listen=127.0.0.1:0", "--threads=1"])
-                        for index in range(args.servers)]
+        self.started = 0  # servers, in all
+        self.servers = [self.start_server() for _ in range(args.servers)]
         self.direct = [self.await_address(server) for server in self.servers]
         self.proxies = [proxy.Proxy(address) for address in self.direct] if through_proxies else []
         self.addresses = [one.address for one in self.proxies] or self.direct
@@ -114,6 +116,10 @@ class Run:
         process = Process(name, command, self.folder)
         self.processes.append(process)
         return process
+
+    def start_server(self):
+        self.started += 1
+        return self.start(f"server {self.started - 1}", [self.args.server_binary, "--listen=127.0.0.1:0", "--threads=1"])
 
     def await_address(self, server):
         deadline = time.monotonic() + START_SECONDS
@@ -181,7 +187,9 @@ class Chaos:
         self.stepped_at = self.begin
         self.counts = collections.Counter()
         self.stalled = {}  # proxy -> when it flows again
-        self.faults = [self.kill_trainer, self.freeze_trainer, self.freeze_server, self.cut, self.stall]
+        self.refused_at = 0
+        self.replacing = None  # (ctl, index of the old server, the new one, its address, its proxy)
+        self.faults = [self.kill_trainer, self.freeze_trainer, self.freeze_server, self.cut, self.stall, self.replace]
 
     def say(self, what):
         print(f"  {time.monotonic() - self.begin:6.1f} s  step {self.step:6d}  {what}", flush=True)
@@ -221,6 +229,49 @@ class Chaos:
         self.run.proxies[index].stall(*ways)
         self.stalled[index] = time.monotonic() + length
 
+    def replace(self):
+        """A new server takes the place of one that is drained."""
+        run = self.run
+        if self.replacing:
+            return
+        index = self.random.randrange(len(run.servers))
+        new = run.start_server()
+        address = run.await_address(new)
+        front = proxy.Proxy(address)
+        self.say(f"{new.name} is to take the place of {run.servers[index].name}")
+        through = next(direct for direct in run.direct if direct != run.direct[index]) if len(run.direct) > 1 else run.direct[index]
+        ctl = run.start("stiefelctl", [run.args.ctl_binary, "replan", through, f"--add={front.address}",
+                                       f"--drain={run.addresses[index]}", "--wait=60"])
+        self.replacing = (ctl, index, new, address, front)
+
+    def end_replacement(self):
+        if not self.replacing or self.replacing[0].running():
+            return
+        ctl, index, new, address, front = self.replacing
+        run, self.replacing = self.run, None
+        if ctl.popen.returncode != 0:
+            # It may still come about: both servers stay, and it is asked for again.
+            if self.counts["refused"] == 0 or time.monotonic() - self.refused_at > 5:
+                self.say(f"not replaced yet: {(ctl.tail().splitlines() or ['?'])[-1]}")
+                self.refused_at = time.monotonic()
+            self.counts["refused"] += 1
+            self.replacing = (run.start("stiefelctl", ctl.popen.args), index, new, address, front)
+            return
+        old, old_front = run.servers[index], run.proxies[index]
+        self.say(f"{new.name} has replaced {old.name}, which is told to stop")
+        self.counts["replaced"] += 1
+        run.servers[index], run.direct[index], run.proxies[index], run.addresses[index] = new, address, front, front.address
+        self.stalled.pop(index, None)
+        if old.thaw_at is not None:
+            old.thaw()
+        old.popen.terminate()
+        try:
+            if old.popen.wait(30) != 0:
+                raise ChaosError(f"{old.name} ended with status {old.popen.returncode}:\n{old.tail()}")
+        except subprocess.TimeoutExpired:
+            raise ChaosError(f"{old.name} does not stop:\n{old.tail()}") from None
+        old_front.__exit__()
+
     def end_faults(self, all_of_them=False):
         now = time.monotonic()
         for process in self.run.servers + self.run.trainers:
@@ -233,6 +284,7 @@ class Chaos:
 
     def watch(self):
         """Nothing is over that should not be; trainers that gave up start again, as a launcher would do it."""
+        self.end_replacement()
         self.run.check_servers()
         for rank, trainer in enumerate(self.run.trainers):
             if not trainer.running():
@@ -271,8 +323,9 @@ def disturbed(args, folder):
             time.sleep(0.05)
         chaos.say("training has begun")
         chaos.rage(60 * args.minutes)
-        while (step := run.consumed()) is None:
+        while chaos.replacing or (step := run.consumed()) is None:
             chaos.watch()
+            time.sleep(0.05)
         last = step + LAST_STEPS
         chaos.step = step
         chaos.say(f"kill -9 of all trainers; the run ends after step {last}")
@@ -299,10 +352,12 @@ def main():
             print(f"  the same {last} steps, undisturbed", flush=True)
             expected = undisturbed(args, pathlib.Path(name), last)
         except ChaosError as error:
+            if args.logs:
+                shutil.copytree(name, args.logs, dirs_exist_ok=True)
             print(f"chaos: failed: {error}", flush=True)
             return 1
     equal = all(report[key] == expected[key] for key in ("weights_hash", "state_hash")) and report["copies_identical"]
-    faults = sum(count for kind, count in counts.items() if kind != "gave up")
+    faults = sum(count for kind, count in counts.items() if kind not in ("gave up", "replaced", "refused"))
     figures = {"faults": faults, "steps": last, "equal": equal, "seed": args.seed, "minutes": args.minutes,
                "by_kind": dict(counts), "weights_hash": report["weights_hash"], "undisturbed_weights_hash": expected["weights_hash"]}
     if args.json:
