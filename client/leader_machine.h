@@ -80,6 +80,9 @@ class LeaderMachine {
   // servers that leave are not waited for any more.
   void OnMoveDeadline(LeaderSends* sends);
   // Until all answered Switch or CancelPrepare.
+  // The move waits for nothing but to hear that servers which leave have switched too. They have no
+  // part in the run any more, and may be gone: OnMoveDeadline goes on without them.
+  bool AwaitsOnlyLeavers() const;
   bool moving() const { return move_.has_value(); }
   // How the last move ended. After a switch the host numbers the servers anew and goes on with
   // Opened(servers of the new placement, after_step + 1).

@@ -152,6 +152,14 @@ void LeaderMachine::OnMoveDeadline(LeaderSends* sends) {
   AdvanceMove(sends);
 }
 
+bool LeaderMachine::AwaitsOnlyLeavers() const {
+  if (!move_ || move_->phase != Move::Phase::kSwitching) return false;
+  for (size_t server = 0; server < members_.size(); ++server) {
+    if (move_->next[server] && !move_->answered[server]) return false;
+  }
+  return true;
+}
+
 void LeaderMachine::CancelMove(const std::string& reason, LeaderSends* sends) {
   move_->reason = reason;
   EnterPhase(Move::Phase::kCancelling, sends);

@@ -22,6 +22,8 @@ constexpr int64_t kLeastMoveMicros = 60000000;
 // After a move that was cancelled; the run goes on meanwhile.
 constexpr int64_t kRetryMicros = 1000000;
 constexpr int64_t kCloseMicros = 2000000;
+// How long servers that leave may take to say that they have switched; they may have stopped.
+constexpr int64_t kLeaverMicros = 1000000;
 
 int64_t Now() { return RealClock().NowMicros(); }
 
@@ -225,16 +227,21 @@ absl::StatusOr<v1::Placement> Session::DriveMove(const Servers& all, const v1::P
   STIEFEL_RETURN_IF_ERROR(leader_->StartMove(prepare, std::move(next), &sends));
   Perform(std::move(sends));
   wake_.NotifyAll();
-  const int64_t deadline = Now() + std::max(step_timeout_, kLeastMoveMicros);
+  int64_t deadline = Now() + std::max(step_timeout_, kLeastMoveMicros);
   bool late = false;
+  bool leavers = false;
   while (leader_->moving()) {
     if (Stopping()) return Stopped();
     if (!leader_->failure().ok()) {
       Fail(leader_->failure());
       return leader_->failure();
     }
+    if (!leavers && leader_->AwaitsOnlyLeavers()) {
+      leavers = true;
+      deadline = std::min(deadline, Now() + kLeaverMicros);
+    }
     if (!late && (closed_ || Now() >= deadline)) {
-      late = true;
+      late = !leavers;  // it may have come before they alone were awaited
       LeaderSends cancel;
       leader_->OnMoveDeadline(&cancel);
       Perform(std::move(cancel));

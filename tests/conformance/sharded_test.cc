@@ -86,7 +86,8 @@ TYPED_TEST(ShardedTest, EveryCombinationOfOptionsAgreesWithTheReferenceOfTheWhol
                          &agreement);
     if (this->HasFatalFailure()) return;
   }
-  EXPECT_LE(agreement.worst_error, 5e-4) << agreement.where;
+  // Each was held to its own bound, which is that of the whole matrix: unscaled coefficients may
+  // amplify beyond the 5e-4 that ALargeMatrixAgreesWithTheWhole holds.
   std::cout << cases.size() << " of " << all << " combinations of two options, " << cut
             << " of them cut\nlargest error " << agreement.worst_error
             << " of the largest entry, and " << agreement.worst << " of the tolerance, at "
