@@ -63,7 +63,7 @@ class ShardedStep {
     kComputed,   // the outputs are written
     kNonFinite,  // on some shard, as far as this one knows, or as delivered on this one; the
                  // outputs have no meaning
-    kAbsent,  // no shard has a gradient; the outputs have no meaning
+    kAbsent,     // no shard has a gradient; the outputs have no meaning
   };
   // REQUIRES: finished.
   virtual Outcome outcome() const = 0;

@@ -196,8 +196,7 @@ absl::Status Script::Join() {
   }
   Event("connecting", {{"applied", options.applied_step.value_or(kNoWeights)}});
   STIEFEL_RETURN_IF_ERROR(Timed("Connect", [&]() -> absl::Status {
-    Transport* transport =
-        options_.faults.shuffle || options_.faults.twice ? &transport_ : nullptr;
+    Transport* transport = options_.faults.shuffle || options_.faults.twice ? &transport_ : nullptr;
     STIEFEL_ASSIGN_OR_RETURN(trainer_, Trainer::Connect(options, specs_, transport));
     return absl::OkStatus();
   }));
