@@ -1,46 +1,16 @@
 #include "client/move_request.h"
 
-#include <algorithm>
-#include <limits>
-
 #include "absl/strings/str_cat.h"
+#include "client/plan_inputs.h"
 #include "common/status.h"
 #include "plan/pairs.h"
 
 namespace stiefel {
 namespace {
 
-MemoryOptions MemoryOf(const Layout& layout, const std::vector<v1::ServerInfo>& infos) {
-  MemoryOptions memory;
-  memory.weights_mode = layout.options().mode == UpdateMode::kWeights;
-  memory.ranks = layout.options().world_size;
-  for (const v1::ServerInfo& info : infos) {
-    const absl::StatusOr<Staging> staging = ParseStaging(info.staging());
-    if (staging.ok() && *staging == Staging::kLazy) memory.staging = Staging::kLazy;
-    memory.window_bytes = std::max(memory.window_bytes, info.credit_window_bytes());
-  }
-  return memory;
-}
-
-// How many ranks push an element, on average: every rank is taken to push as much as this one.
-int64_t PushCopies(const Layout& layout) {
-  double pushed = 0;
-  double model = 0;
-  for (const LayoutBlock& block : layout.push()) pushed += static_cast<double>(block.elements());
-  for (const LayoutMatrix& matrix : layout.matrices())
-    model += static_cast<double>(matrix.rows) * static_cast<double>(matrix.cols);
-  const auto copies = static_cast<int64_t>(layout.options().world_size * pushed / model + 0.5);
-  return std::clamp<int64_t>(copies, 1, layout.options().world_size);
-}
-
 absl::StatusOr<std::vector<MoveShard>> ShardsOf(const Layout& layout,
                                                 const v1::OpenRunRequest& opened) {
-  std::vector<PlanMatrix> matrices;
-  for (const LayoutMatrix& matrix : layout.matrices()) {
-    const ParameterSpec& parameter = layout.parameters()[matrix.parameter];
-    matrices.push_back({matrix.name, matrix.rows, matrix.cols, matrix.rule, parameter.push_dtype,
-                        parameter.pull_dtype.value_or(parameter.push_dtype)});
-  }
+  std::vector<PlanMatrix> matrices = PlanMatricesOf(layout);
   STIEFEL_RETURN_IF_ERROR(ResolvePairs(&matrices));
   STIEFEL_ASSIGN_OR_RETURN(const std::vector<int32_t> partners, FindPairs(matrices));
   const int64_t copies = PushCopies(layout);
@@ -79,15 +49,15 @@ absl::StatusOr<MoveRequest> MakeMoveRequest(const Layout& layout, const v1::Open
   MoveRequest request;
   STIEFEL_ASSIGN_OR_RETURN(request.shards, ShardsOf(layout, opened));
   request.owners.assign(opened.owners().begin(), opened.owners().end());
-  request.memory = MemoryOf(layout, infos);
+  request.memory = PlanMemoryOf(layout, infos);
   request.max_bytes = layout.options().move_bytes;
   for (size_t s = 0; s < addresses.size(); ++s) {
     const v1::ServerInfo& info = infos[s];
     MoveServer server;
     server.address = addresses[s];
-    server.speed = info.speed() > 0 ? info.speed() : 1;
-    server.memory_bytes = info.memory_limit_bytes() > 0 ? info.memory_limit_bytes()
-                                                        : std::numeric_limits<int64_t>::max();
+    const ServerSpec spec = PlanServerOf(info);
+    server.speed = spec.speed;
+    server.memory_bytes = spec.memory_bytes;
     server.drain = wish.drain.count(server.address) > 0;
     server.fill = wish.add.count(server.address) > 0 && !server.drain;
     const bool comes_in = s >= static_cast<size_t>(opened.servers_size());

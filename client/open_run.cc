@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <iterator>
-#include <limits>
 #include <set>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "client/plan_inputs.h"
 #include "common/clock.h"
 #include "common/errors.h"
 #include "common/mutex.h"
@@ -52,35 +52,12 @@ void Pause(int64_t micros) {
 
 absl::StatusOr<Plan> PlanRun(const Layout& layout, const Survey& survey) {
   PlanRequest request;
-  for (const LayoutMatrix& matrix : layout.matrices()) {
-    const ParameterSpec& parameter = layout.parameters()[matrix.parameter];
-    request.matrices.push_back({matrix.name, matrix.rows, matrix.cols, matrix.rule,
-                                parameter.push_dtype,
-                                parameter.pull_dtype.value_or(parameter.push_dtype)});
-    request.forced_shards.push_back(parameter.shards);
-  }
-  const TrainerOptions& options = layout.options();
-  request.memory.weights_mode = options.mode == UpdateMode::kWeights;
-  request.memory.ranks = options.world_size;
-  for (const v1::ServerInfo& info : survey.infos) {
-    ServerSpec server;
-    server.speed = info.speed() > 0 ? info.speed() : 1;
-    server.memory_bytes = info.memory_limit_bytes() > 0 ? info.memory_limit_bytes()
-                                                        : std::numeric_limits<int64_t>::max();
-    request.servers.push_back(server);
-    const absl::StatusOr<Staging> staging = ParseStaging(info.staging());
-    if (staging.ok() && *staging == Staging::kLazy) request.memory.staging = Staging::kLazy;
-    request.memory.window_bytes = std::max(request.memory.window_bytes, info.credit_window_bytes());
-  }
-  // Every rank is taken to push as much as this one.
-  double pushed = 0;
-  double model = 0;
-  for (const LayoutBlock& block : layout.push()) pushed += static_cast<double>(block.elements());
-  for (const PlanMatrix& matrix : request.matrices) {
-    model += static_cast<double>(matrix.rows) * static_cast<double>(matrix.cols);
-  }
-  request.push_copies = std::clamp<int64_t>(
-      static_cast<int64_t>(options.world_size * pushed / model + 0.5), 1, options.world_size);
+  request.matrices = PlanMatricesOf(layout);
+  for (const LayoutMatrix& matrix : layout.matrices())
+    request.forced_shards.push_back(layout.parameters()[matrix.parameter].shards);
+  for (const v1::ServerInfo& info : survey.infos) request.servers.push_back(PlanServerOf(info));
+  request.memory = PlanMemoryOf(layout, survey.infos);
+  request.push_copies = PushCopies(layout);
   return MakePlan(request);
 }
 

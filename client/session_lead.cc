@@ -241,7 +241,7 @@ absl::StatusOr<v1::Placement> Session::DriveMove(const Servers& all, const v1::P
       deadline = std::min(deadline, Now() + kLeaverMicros);
     }
     if (!late && (closed_ || Now() >= deadline)) {
-      late = !leavers;  // it may have come before they alone were awaited
+      late = true;
       LeaderSends cancel;
       leader_->OnMoveDeadline(&cancel);
       Perform(std::move(cancel));

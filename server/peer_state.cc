@@ -7,6 +7,7 @@
 #include "common/checksum.h"
 #include "common/errors.h"
 #include "common/status.h"
+#include "server/peer_part_fetch.h"
 
 namespace stiefel {
 namespace {
@@ -14,21 +15,6 @@ namespace {
 constexpr int kTransfersAtOnce = 4;
 constexpr double kWaitSeconds = 5;
 constexpr int64_t kCallMicros = 20000000;
-constexpr int64_t kFirstBackoffMicros = 50000;
-constexpr int64_t kMaxBackoffMicros = 2000000;
-
-// Whether asking again may help.
-bool MayRetry(const absl::Status& status) {
-  switch (status.code()) {
-    case absl::StatusCode::kInvalidArgument:
-    case absl::StatusCode::kOutOfRange:
-    case absl::StatusCode::kFailedPrecondition:
-    case absl::StatusCode::kUnimplemented:
-      return false;
-    default:
-      return true;
-  }
-}
 
 }  // namespace
 
@@ -179,10 +165,8 @@ void StateFetcher::OnCallDone(Transfer* transfer, const absl::Status& status) {
     } else if (ended.ok()) {
       transfer->failures = 0;
       Call(transfer);
-    } else if (MayRetry(ended)) {
-      transfer->retry_at =
-          clock_->NowMicros() +
-          std::min(kMaxBackoffMicros, kFirstBackoffMicros << std::min(transfer->failures++, 10));
+    } else if (PeerMayRetry(ended)) {
+      transfer->retry_at = clock_->NowMicros() + PeerBackoffMicros(ended, transfer->failures++);
     } else {
       outcome = ended;
     }

@@ -327,6 +327,8 @@ class RunHost final : public PeerHandler, public std::enable_shared_from_this<Ru
   void AnswerStateCalls() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SetWorkspaces() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool Agrees(const v1::ReplanRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The leader's control stream is up.
+  bool Led() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   v1::ReplanResponse PlacementNow() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AnswerReplans() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnReplanRefused(const v1::ReplanRefused& refused) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -250,6 +250,8 @@ void RunHost::Do(action::SwitchPlacement& action, Turn* turn) {
 
 // ---------------------------------------------------------------- operators
 
+bool RunHost::Led() const { return control_of_.count({0, machine_.ranks()[0].incarnation}) > 0; }
+
 v1::ReplanResponse RunHost::PlacementNow() const {
   v1::ReplanResponse response;
   if (machine_.away()) {
@@ -276,8 +278,7 @@ void RunHost::Replan(const v1::ReplanRequest& request, ReplanDone done) {
   Turn turn;
   {
     MutexLock lock(&mutex_);
-    const bool led = control_of_.count({0, machine_.ranks()[0].incarnation}) > 0;
-    if (machine_.ended() || (!led && !Agrees(request))) {
+    if (machine_.ended() || (!Led() && !Agrees(request))) {
       calls_.Add([done = std::move(done), name = spec_->opened().name()] {
         done(absl::FailedPreconditionError(
                  absl::StrCat("run \"", name,
@@ -347,8 +348,7 @@ bool RunHost::AskToLeave() {
   {
     MutexLock lock(&mutex_);
     if (machine_.away()) return true;
-    const bool led = control_of_.count({0, machine_.ranks()[0].incarnation}) > 0;
-    if (machine_.ended() || !led || spec_->opened().servers_size() < 2) return false;
+    if (machine_.ended() || !Led() || spec_->opened().servers_size() < 2) return false;
     leaving_ = true;
     v1::ReplanAsked asked;
     asked.add_drain(spec_->opened().servers(spec_->opened().server_index()));
@@ -361,8 +361,7 @@ bool RunHost::AskToLeave() {
 
 bool RunHost::Leaving() const {
   MutexLock lock(&mutex_);
-  return leaving_ && !machine_.ended() &&
-         control_of_.count({0, machine_.ranks()[0].incarnation}) > 0;
+  return leaving_ && !machine_.ended() && Led();
 }
 
 bool RunHost::Away() const {
