@@ -185,7 +185,7 @@ class ShardChain {
     if (status.ok()) {
       const CollectiveCase& now = (*cases_)[index_];
       const char* got = now.planned.in_place ? in_.data() : out_.data();
-      EXPECT_EQ(std::memcmp(got, now.expected.data(), now.expected.size()), 0)
+      EXPECT_TRUE(std::equal(now.expected.begin(), now.expected.end(), got))
           << "shard " << shard_ << ", collective " << index_ << " of " << now.planned.count
           << ", kind " << static_cast<int>(now.planned.kind);
       if (++index_ < cases_->size()) return Next();
